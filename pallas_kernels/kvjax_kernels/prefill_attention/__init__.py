@@ -1,0 +1,1 @@
+"""Attention of many query tokens, blockwise: never T x T in memory."""

@@ -1,0 +1,46 @@
+"""Splash attention, JAX's own TPU kernel, with grouped queries."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+_BLOCK = 128
+
+
+def supports(query: Float[Array, "B T N D"]) -> bool:
+    """Whether splash attention compiles for these shapes: head size 64 or a multiple of 128, whole blocks."""
+    _, length, _, head_dim = query.shape
+    return length % _BLOCK == 0 and (head_dim in (64, 96) or head_dim % 128 == 0) and query.dtype != jnp.float16
+
+
+def prefill_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    *,
+    window: int | None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """See `api.prefill_attention`."""
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
+    if not supports(query):
+        raise NotImplementedError(
+            f"splash attention takes whole blocks of {_BLOCK} tokens, head sizes 64, 96 or a multiple of 128, and "
+            f"no float16; got {query.shape[1]} tokens, head size {query.shape[3]}, {query.dtype}."
+        )
+    _, length, query_heads, head_dim = query.shape
+    if window is None:
+        mask = splash_attention.CausalMask((length, length))
+    else:
+        mask = splash_attention.LocalMask((length, length), (window, 0), offset=0)
+    kernel = splash_attention.make_splash_mha(
+        splash_attention.MultiHeadMask([mask] * query_heads),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=True,
+        interpret=interpret,
+    )
+    scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(query.dtype)
+    output, (log_sum_exp,) = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (scaled, key, value)))
+    return output.swapaxes(1, 2).astype(query.dtype), log_sum_exp

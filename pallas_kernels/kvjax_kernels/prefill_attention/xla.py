@@ -1,0 +1,154 @@
+"""Blockwise attention in plain JAX: one block of queries at a time walks over the keys it can see.
+
+The running maximum and sum are those of FlashAttention (arXiv 2205.14135). Memory beside the inputs is one
+tile of scores; the time is that of the blocks that some query of the row can see.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax_kernels.masking import MASKED
+
+# Tiles of 256 by 512 keep scores and keys of a group in a core's cache.
+_QUERY_BLOCK = 256
+_KEY_BLOCK = 512
+
+
+def prefill_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    *,
+    window: int | None,
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """See `api.prefill_attention`. Blocks outside the triangle, or the window's band, are not computed."""
+    query_block, key_block = _blocks(query.shape[1], key.shape[1])
+
+    def key_blocks(block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        last = ((block + 1) * query_block - 1) // key_block
+        first = jnp.zeros_like(last) if window is None else jnp.maximum(block * query_block - window, 0) // key_block
+        return first, last + 1
+
+    def seen(rows: jax.Array, columns: jax.Array) -> jax.Array:
+        distance = rows[:, None] - columns[None, :]
+        inside = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
+        return inside[None, None, None]
+
+    def mask(block: jax.Array, key_start: jax.Array) -> jax.Array:
+        rows = block * query_block + jnp.arange(query_block)
+        return seen(rows, key_start + jnp.arange(key_block))
+
+    return _blockwise(query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask, key_blocks)
+
+
+def extend_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B K S D"],
+    value: Float[Array, "B K S D"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B K S"],
+    *,
+    window: int | None,
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """See `api.extend_attention`."""
+    query_block, key_block = _blocks(query.shape[1], key.shape[2])
+    held = (key_positions >= 0)[..., None]
+    key, value = (jnp.where(held, x, jnp.zeros((), x.dtype)) for x in (key, value))
+    query_positions = _pad_to(query_positions, 1, query_block, fill=-1)
+    key_positions = _pad_to(key_positions, 2, key_block, fill=-1)
+
+    def mask(block: jax.Array, key_start: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(query_positions, block * query_block, query_block, axis=1)
+        columns = jax.lax.dynamic_slice_in_dim(key_positions, key_start, key_block, axis=2)
+        distance = rows[:, None, :, None] - columns[:, :, None, :]
+        inside = (distance >= 0) & (columns >= 0)[:, :, None, :]
+        if window is not None:
+            inside &= distance <= window
+        return inside[:, :, None]
+
+    def key_blocks(block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros_like(block), jnp.full_like(block, key_positions.shape[2] // key_block)
+
+    return _blockwise(query, key, value, mask, key_blocks)
+
+
+def _blocks(queries: int, keys: int) -> tuple[int, int]:
+    return min(_QUERY_BLOCK, queries), min(_KEY_BLOCK, keys)
+
+
+def _pad_to(x: jax.Array, axis: int, multiple: int, *, fill: float) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+def _blockwise(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B K S D"],
+    value: Float[Array, "B K S D"],
+    mask: Callable[[jax.Array, jax.Array], jax.Array],
+    key_blocks: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """Attention where `mask(query block, first key)` gives [B|1, K|1, 1, queries, keys] of what is seen.
+
+    `key_blocks(query block)` gives the first key block to look at, and the one after the last.
+    """
+    batch, length, query_heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    group = query_heads // kv_heads
+    query_block, key_block = _blocks(length, key.shape[2])
+    scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(query.dtype)
+    scaled = _pad_to(scaled, 1, query_block, fill=0)
+    blocks = scaled.shape[1] // query_block
+    # [blocks, B, K, G, queries, D]: a group's queries are one matrix against its KV head's keys.
+    scaled = scaled.reshape(batch, blocks, query_block, kv_heads, group, head_dim).transpose(1, 0, 3, 4, 2, 5)
+    key, value = (_pad_to(x, 2, key_block, fill=0) for x in (key, value))
+    matrix = (batch, kv_heads, group * query_block)
+
+    def one_block(arguments: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        block, rows = arguments
+        rows = rows.reshape(*matrix, head_dim)
+
+        def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
+            output, largest, total = carry
+            start = index * key_block
+            keys, values = (jax.lax.dynamic_slice_in_dim(x, start, key_block, axis=2) for x in (key, value))
+            scores = jnp.einsum("bkqd,bksd->bkqs", rows, keys, preferred_element_type=jnp.float32)
+            seen = mask(block, start)
+            scores = scores.reshape(batch, kv_heads, group, query_block, key_block)
+            scores = jnp.where(seen, scores, MASKED).reshape(*matrix, key_block)
+            new_largest = jnp.maximum(largest, scores.max(-1))
+            # A row that has seen nothing yet has exp(MASKED - MASKED) = 1: its rubbish is scaled away by
+            # `correction` = 0 at the first key it sees, and cleared below if there is none.
+            weights = jnp.exp(scores - new_largest[..., None])
+            correction = jnp.exp(largest - new_largest)
+            product = jnp.einsum(
+                "bkqs,bksd->bkqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+            )
+            return (
+                output * correction[..., None] + product,
+                new_largest,
+                total * correction + weights.sum(-1),
+            )
+
+        first, end = key_blocks(block)
+        start = (
+            jnp.zeros((*matrix, head_dim), jnp.float32),
+            jnp.full(matrix, MASKED, jnp.float32),
+            jnp.zeros(matrix, jnp.float32),
+        )
+        output, largest, total = jax.lax.fori_loop(first, end, step, start)
+        nothing = largest <= MASKED / 2
+        output = jnp.where(nothing[..., None], 0.0, output / jnp.where(nothing, 1.0, total)[..., None])
+        log_sum_exp = jnp.where(nothing, MASKED, largest + jnp.log(jnp.where(nothing, 1.0, total)))
+        return output.astype(query.dtype), log_sum_exp
+
+    output, log_sum_exp = jax.lax.map(one_block, (jnp.arange(blocks), scaled))
+    output = output.reshape(blocks, batch, kv_heads, group, query_block, head_dim)
+    output = output.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, query_heads, head_dim)
+    log_sum_exp = log_sum_exp.reshape(blocks, batch, query_heads, query_block)
+    log_sum_exp = log_sum_exp.transpose(1, 2, 0, 3).reshape(batch, query_heads, -1)
+    return output[:, :length], log_sum_exp[:, :, :length]
