@@ -1,0 +1,207 @@
+"""What a policy is: it owns the attention of every layer, and decides which tokens stay.
+
+B batch, T tokens of this call, N query heads, K KV heads, S slots, D head dim.
+"""
+
+import abc
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention import merge_current
+from kvjax.rope import Rotation, rotate_one
+from kvjax.state import (
+    EMPTY,
+    LayerSpec,
+    LayerState,
+    ModelSpec,
+    Rows,
+    append_rows,
+    ascending,
+    by_head,
+    pack,
+    write_token,
+)
+from kvjax_kernels import extend_attention, prefill_attention, ragged_decode_attention
+
+
+class Asked(NamedTuple):
+    """The queries of one call, for policies that score tokens by the attention they get.
+
+    Attributes:
+        query: [B, T, N, D], rotated to `positions`.
+        positions: [B, T], `EMPTY` for pads.
+    """
+
+    query: Float[Array, "B T N D"]
+    positions: Int[Array, "B T"]
+
+
+class Policy(abc.ABC):
+    """Which tokens of a sequence stay in the cache; a frozen, hashable dataclass, static under jit.
+
+    A model's attention calls `prefill` once with the prompt, `extend` with every later piece of several tokens, and
+    `decode` for one token a row. Queries, keys and values arrive before RoPE, with absolute positions: a policy
+    may rotate them by another rule. A position of `EMPTY` marks a pad, or a row that is to stay as it is.
+
+    A subclass says how many tokens each head keeps (`kept_tokens`) and which (`compress`); tokens that are decoded
+    later are appended, unless it overrides `decode`.
+    """
+
+    @abc.abstractmethod
+    def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
+        """For each layer and KV head, the most tokens kept of any prompt up to `max_length` tokens."""
+
+    @abc.abstractmethod
+    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
+        """The tokens that stay, of those that are cached or came with this call.
+
+        Args:
+            spec: the shape of the state to come; no head may keep more than `spec.kept`.
+            rows: all tokens, in ascending position.
+            asked: the queries of this call.
+        """
+
+    def check_lengths(self, lengths: np.ndarray) -> None:  # noqa: B027 (most policies need no such check)
+        """Raises a ValueError if rows of these lengths [B] cannot have what the settings ask for."""
+
+    def layer_specs(
+        self, model: ModelSpec, prompt_length: int, max_new_tokens: int, *, dtype: str | None = None
+    ) -> tuple[LayerSpec, ...]:
+        """The static shape of every layer's cache.
+
+        Args:
+            model: the model that will use it.
+            prompt_length: the most tokens that any row has seen once this prompt, or this turn, is in.
+            max_new_tokens: tokens to be decoded after it.
+            dtype: of the cached rows; the model's by default.
+        """
+        return tuple(
+            LayerSpec(
+                model=model,
+                layer=layer,
+                kept=kept,
+                slots=self.slots(kept, max_new_tokens),
+                max_length=prompt_length,
+                dtype=dtype or model.dtype,
+            )
+            for layer, kept in enumerate(self.kept_tokens(model, prompt_length))
+        )
+
+    def slots(self, kept: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
+        """Slots of each KV head that keeps `kept` tokens of the prompt: room for the decoded ones is added."""
+        return tuple(count + max_new_tokens for count in kept)
+
+    def free_slots(self, spec: LayerSpec, state: LayerState) -> Int[Array, "B"] | None:
+        """Tokens that each row can still take by `decode`; None where there is no end."""
+        return (jnp.asarray(spec.slots, jnp.int32)[None] - state.lengths).min(-1)
+
+    def is_bounded(self, prompt_length: int, max_positions: int) -> bool:
+        """Whether no token is ever rotated further than a model of `max_positions` was trained for.
+
+        Args:
+            prompt_length: of the longest row.
+            max_positions: the model's.
+        """
+        del prompt_length, max_positions
+        return False
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B T K D"],
+        value: Float[Array, "B T K D"],
+        positions: Int[Array, "B T"],
+        rope: Rotation,
+    ) -> tuple[Float[Array, "B T N D"], LayerState]:
+        """Attention of a prompt over itself, and the state that keeps it.
+
+        Args:
+            spec: the layer's shape.
+            query: before RoPE.
+            key: before RoPE.
+            value: values.
+            positions: 0 to n - 1, then `EMPTY` for the pads of a shorter row.
+            rope: the model's position embedding.
+        """
+        query, key = rope.rotate(query, positions), rope.rotate(key, positions)
+        output, _ = prefill_attention(query, key, value)
+        rows = prompt_rows(key, value, positions)
+        return output, pack(self.compress(spec, rows, Asked(query, positions)), spec)
+
+    def extend(
+        self,
+        spec: LayerSpec,
+        state: LayerState,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B T K D"],
+        value: Float[Array, "B T K D"],
+        positions: Int[Array, "B T"],
+        rope: Rotation,
+        *,
+        held_spec: LayerSpec | None = None,
+    ) -> tuple[Float[Array, "B T N D"], LayerState]:
+        """Attention of further tokens over the cache and themselves, and the state that keeps both.
+
+        Args:
+            spec: the shape of the state to return.
+            state: what is cached.
+            query: before RoPE.
+            key: before RoPE.
+            value: values.
+            positions: absolute, continuing the row's; then `EMPTY` for pads.
+            rope: the model's position embedding.
+            held_spec: the shape of `state`, where it differs from `spec`.
+        """
+        query, key = rope.rotate(query, positions), rope.rotate(key, positions)
+        rows = append_rows(by_head(state, held_spec or spec), prompt_rows(key, value, positions))
+        output, _ = extend_attention(
+            query, rows.key.astype(query.dtype), rows.value.astype(query.dtype), positions, rows.positions
+        )
+        return output, pack(self.compress(spec, ascending(rows), Asked(query, positions)), spec)
+
+    def decode(
+        self,
+        spec: LayerSpec,
+        state: LayerState,
+        query: Float[Array, "B N D"],
+        key: Float[Array, "B K D"],
+        value: Float[Array, "B K D"],
+        positions: Int[Array, "B"],
+        rope: Rotation,
+    ) -> tuple[Float[Array, "B N D"], LayerState]:
+        """Attention of one token a row over the cache and itself, and the state that has it too.
+
+        The output of a row without a free slot is NaN: its token cannot be kept.
+
+        Args:
+            spec: the layer's shape.
+            state: what is cached.
+            query: before RoPE.
+            key: before RoPE.
+            value: values.
+            positions: absolute; `EMPTY` leaves the row's state as it is.
+            rope: the model's position embedding.
+        """
+        query, key = rotate_one(rope, query, positions), rotate_one(rope, key, positions)
+        cached = ragged_decode_attention(query, state.kv, state.lengths, segments=spec.slots)
+        output, _ = merge_current(cached.output, cached.log_sum_exp, query, key, value)
+        full = (state.lengths >= jnp.asarray(spec.slots, jnp.int32)[None]).any(-1) & (positions != EMPTY)
+        output = jnp.where(full[:, None, None], jnp.nan, output).astype(query.dtype)
+        return output, write_token(state, spec, state.lengths, key, value, positions)
+
+
+def prompt_rows(key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], positions: Int[Array, "B T"]) -> Rows:
+    """The tokens of a call by KV head."""
+    batch, length, kv_heads, _ = key.shape
+    by_head_positions = jnp.broadcast_to(positions[:, None], (batch, kv_heads, length))
+    return Rows(key.swapaxes(1, 2), value.swapaxes(1, 2), by_head_positions)
+
+
+def seen_tokens(rows: Rows) -> Int[Array, "B K"]:
+    """Tokens that each row has seen, kept or not: the newest is always there."""
+    newest = rows.positions.max(-1).max(-1, keepdims=True)
+    return jnp.broadcast_to(newest + 1, rows.positions.shape[:2])

@@ -1,0 +1,258 @@
+"""StreamingLLM: the first tokens and a rolling window."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.allocation import (
+    budget_lengths,
+    budget_tokens,
+    check_budget,
+    check_choice,
+    check_rows,
+    from_compression_ratio,
+)
+from kvjax.attention import merge, merge_current
+from kvjax.policies.base import Asked, Policy, prompt_rows, seen_tokens
+from kvjax.rope import Rotation, rotate_one
+from kvjax.state import (
+    EMPTY,
+    LayerSpec,
+    LayerState,
+    ModelSpec,
+    Rows,
+    append_rows,
+    ascending,
+    by_head,
+    pack,
+    take_rows,
+    write_token,
+)
+from kvjax_kernels import extend_attention, prefill_attention, ragged_decode_attention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamingLLM(Policy):
+    """Keeps the first `sinks` tokens and the last `window`, in a ring: a step overwrites the oldest of the window.
+
+    Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453). As in the paper,
+    positions are places in the cache, so that a stream may run past the trained context. Keys are not rotated
+    again for that: only the distance to the sinks is capped, by a second query. As in the authors' code, a token
+    attends to sinks, window and itself; the oldest leaves after the step.
+
+    Attributes:
+        budget: tokens kept per KV head, sinks and window; a float in (0, 1) is a fraction of the prompt. None is
+            `sinks + window`.
+        sinks: tokens kept from the start.
+        window: tokens kept from the end. None is `budget - sinks`.
+        positions: "cache" (the paper) or "absolute" (kvpress, KVCache-Factory: no stream past the trained context).
+        prefill_mask: "dense", causal attention over a whole prompt (the authors' first prompt, kvpress), or
+            "streaming", where each token sees what it would see if it were decoded: the cost of a prompt is then
+            linear, and its positions bounded too. "streaming" needs a budget in tokens.
+    """
+
+    budget: int | float | None = None
+    sinks: int = 4
+    window: int | None = None
+    positions: Literal["cache", "absolute"] = "cache"
+    prefill_mask: Literal["dense", "streaming"] = "dense"
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"`sinks` must not be negative, got {self.sinks}.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"`window` must be at least 1 token, got {self.window}.")
+        if self.budget is None and self.window is None:
+            raise ValueError("StreamingLLM needs a `budget` or a `window`, got neither.")
+        check_choice("positions", self.positions, ("cache", "absolute"))
+        check_choice("prefill_mask", self.prefill_mask, ("dense", "streaming"))
+        if self.budget is not None:
+            budget = check_budget(self.budget, at_least=self.sinks + 1, what="`sinks` + a window of 1")
+            object.__setattr__(self, "budget", budget)
+            if self.window is not None and self.sinks + self.window != budget:
+                raise ValueError(
+                    f"`sinks` + `window` must be the `budget` where both are given, "
+                    f"got {self.sinks} + {self.window} and {budget}."
+                )
+            if isinstance(budget, float) and self.prefill_mask == "streaming":
+                raise ValueError(f'`prefill_mask="streaming"` needs a `budget` in tokens, got {budget}.')
+
+    @classmethod
+    def kvpress(cls, *, compression_ratio: float, n_sink: int = 4) -> "StreamingLLM":
+        """Kvpress's StreamingLLMPress: the first `n_sink` and the last tokens, at absolute positions."""
+        return cls(budget=from_compression_ratio(compression_ratio), sinks=n_sink, positions="absolute")
+
+    @property
+    def total(self) -> int | float:
+        """The budget, whichever way it was given."""
+        if self.budget is not None:
+            return self.budget
+        assert self.window is not None
+        return self.sinks + self.window
+
+    def check_lengths(self, lengths: np.ndarray) -> None:
+        """See `Policy.check_lengths`."""
+        check_rows(self.total, lengths, at_least=self.sinks + 1, what="`sinks` + a window of 1")
+
+    def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
+        """See `Policy.kept_tokens`. The ring has all its slots from the start."""
+        total = self.total
+        kept = total if isinstance(total, int) else budget_tokens(total, max_length)
+        return [(max(kept, self.sinks + 1),) * model.num_kv_heads] * model.num_layers
+
+    def slots(self, kept: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
+        """See `Policy.slots`. Decoded tokens take the place of older ones."""
+        del max_new_tokens
+        return kept
+
+    def free_slots(self, spec: LayerSpec, state: LayerState) -> None:
+        """See `Policy.free_slots`. A ring takes tokens for ever."""
+
+    def is_bounded(self, prompt_length: int, max_positions: int) -> bool:
+        """See `Policy.is_bounded`."""
+        fits = prompt_length <= max_positions or self.prefill_mask == "streaming"
+        return self.positions == "cache" and fits
+
+    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
+        """See `Policy.compress`. The window lies in the ring where decoding would have written it."""
+        del asked
+        seen = seen_tokens(rows)
+        total = budget_lengths(self.total, seen, max_length=spec.max_length)
+        kept = jnp.minimum(total, rows.lengths)[..., None]
+        window = self._ring(kept)
+        oldest = seen[..., None] - (kept - self.sinks)
+        place = jnp.arange(spec.slots[0])[None, None] - self.sinks
+        # The window's tokens are the last rows; the one at position p belongs to slot (p - sinks) % window.
+        age_order = jnp.mod(place - (oldest - self.sinks), window)
+        index = jnp.where(place < 0, place + self.sinks, rows.lengths[..., None] - (kept - self.sinks) + age_order)
+        index = jnp.where(kept <= self.sinks, place + self.sinks, index)
+        chosen = place + self.sinks < kept
+        return take_rows(rows, jnp.where(chosen, index, 0), chosen)
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B T K D"],
+        value: Float[Array, "B T K D"],
+        positions: Int[Array, "B T"],
+        rope: Rotation,
+    ) -> tuple[Float[Array, "B T N D"], LayerState]:
+        """See `Policy.prefill`."""
+        if self.prefill_mask == "dense":
+            return super().prefill(spec, query, key, value, positions, rope)
+        window = self.total - self.sinks
+        assert isinstance(window, int)
+        rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
+        rows = prompt_rows(key, value, positions)
+        output, log_sum_exp = prefill_attention(rotated, key, value, window=window)
+        assert log_sum_exp is not None
+        if self.sinks:
+            # The band shows the sinks to the first tokens; the others see them beside it.
+            outside = jnp.maximum(positions - window - 1, EMPTY)
+            output = self._with_sinks(output, log_sum_exp, rope.rotate(query, self._places(positions)), outside, rows)
+        return output, pack(self.compress(spec, rows, Asked(rotated, positions)), spec)
+
+    def extend(
+        self,
+        spec: LayerSpec,
+        state: LayerState,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B T K D"],
+        value: Float[Array, "B T K D"],
+        positions: Int[Array, "B T"],
+        rope: Rotation,
+        *,
+        held_spec: LayerSpec | None = None,
+    ) -> tuple[Float[Array, "B T N D"], LayerState]:
+        """See `Policy.extend`."""
+        if self.positions == "absolute" and self.prefill_mask == "dense":
+            return super().extend(spec, state, query, key, value, positions, rope, held_spec=held_spec)
+        rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
+        held = by_head(state, held_spec or spec)
+        rows = ascending(append_rows(held, prompt_rows(key, value, positions)))
+        window = self.total - self.sinks if self.prefill_mask == "streaming" else None
+        assert not isinstance(window, float)
+        output, log_sum_exp = extend_attention(
+            rotated,
+            rows.key.astype(query.dtype),
+            rows.value.astype(query.dtype),
+            positions,
+            jnp.where(rows.positions < self.sinks, EMPTY, rows.positions),
+            window=window,
+        )
+        if self.sinks:
+            places = state.lengths[:, :1] + jnp.arange(positions.shape[1])[None]
+            if self.prefill_mask == "streaming":
+                places = self._places(positions)
+            output = self._with_sinks(output, log_sum_exp, rope.rotate(query, places), positions, rows)
+        return output, pack(self.compress(spec, rows, Asked(rotated, positions)), spec)
+
+    def decode(
+        self,
+        spec: LayerSpec,
+        state: LayerState,
+        query: Float[Array, "B N D"],
+        key: Float[Array, "B K D"],
+        value: Float[Array, "B K D"],
+        positions: Int[Array, "B"],
+        rope: Rotation,
+    ) -> tuple[Float[Array, "B N D"], LayerState]:
+        """See `Policy.decode`. Overwrites the oldest token of the window."""
+        rotated, key = rotate_one(rope, query, positions), rotate_one(rope, key, positions)
+        capped = self.positions == "cache" and self.sinks > 0
+        cached = ragged_decode_attention(
+            rotated,
+            state.kv,
+            state.lengths,
+            segments=spec.slots,
+            sink_query=rotate_one(rope, query, state.lengths[:, 0]) if capped else None,
+            sinks=self.sinks if capped else 0,
+        )
+        output, _ = merge_current(cached.output, cached.log_sum_exp, rotated, key, value)
+        place = positions[:, None]
+        window = self._ring(state.lengths)
+        slots = jnp.where(place < self.sinks, place, self.sinks + jnp.mod(place - self.sinks, window))
+        return output.astype(query.dtype), write_token(state, spec, slots, key, value, positions)
+
+    def _places(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Where a token stands in the cache, seen from the sinks, when it is decoded."""
+        if self.positions == "absolute":
+            return positions
+        total = self.total
+        assert isinstance(total, int)
+        return jnp.minimum(positions, total)
+
+    def _ring(self, kept: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Slots of each row's ring. A fraction of the prompt is full from the start: its ring is what is kept."""
+        if isinstance(self.total, int):
+            return jnp.full_like(kept, self.total - self.sinks)
+        return jnp.maximum(kept - self.sinks, 1)
+
+    def _with_sinks(
+        self,
+        output: Float[Array, "B T N D"],
+        log_sum_exp: Float[Array, "B N T"],
+        query: Float[Array, "B T N D"],
+        sees_up_to: Int[Array, "B T"],
+        rows: Rows,
+    ) -> Float[Array, "B T N D"]:
+        """Adds the sinks to attention over other tokens; `query` is rotated to its place for the sinks."""
+        sinks = rows.positions[:, :, : self.sinks]
+        to_sinks, sink_log_sum_exp = extend_attention(
+            query,
+            rows.key[:, :, : self.sinks].astype(query.dtype),
+            rows.value[:, :, : self.sinks].astype(query.dtype),
+            sees_up_to,
+            jnp.where(sinks < self.sinks, sinks, EMPTY),
+        )
+        merged, _ = merge(
+            output.astype(jnp.float32),
+            log_sum_exp.swapaxes(1, 2),
+            to_sinks.astype(jnp.float32),
+            sink_log_sum_exp.swapaxes(1, 2),
+        )
+        return merged.astype(query.dtype)

@@ -1,0 +1,316 @@
+"""Cache states: fixed-shape buffers of key and value rows, and the static specs that give their shapes.
+
+B batch, T tokens of this call, N query heads, K KV heads, G = N / K, S slots, D head dim.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.rope import Rotation
+
+if TYPE_CHECKING:
+    from kvjax.policies.base import Policy
+
+#: The position of a slot that holds no token, and of a pad in a batch of unequal rows.
+EMPTY = -1
+
+#: `attend(layer, query [B, T, N, D], key [B, T, K, D], value [B, T, K, D]) -> output [B, T, N, D]`, before RoPE.
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What policies and generation need to know of a model; hashable.
+
+    Attributes:
+        num_layers: L.
+        num_query_heads: N, a multiple of `num_kv_heads`.
+        num_kv_heads: K.
+        head_dim: D.
+        vocab_size: token ids are in [0, vocab_size).
+        max_positions: tokens of context that the model was trained for.
+        dtype: of queries, keys and values; by default of the cache too.
+        rope: the position embedding of queries and keys.
+        stop_tokens: ids that end an answer.
+    """
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    dtype: str
+    rope: Rotation
+    stop_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_query_heads % self.num_kv_heads:
+            raise ValueError(
+                f"`num_query_heads` must be a multiple of `num_kv_heads`, "
+                f"got {self.num_query_heads} and {self.num_kv_heads}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """The static shape of one layer's cache.
+
+    Attributes:
+        model: the model whose layer this is.
+        layer: its index.
+        kept: for each KV head, the most tokens that it holds after the prompt has been compressed.
+        slots: for each KV head, the slots of its segment: `kept`, and room for tokens to come where the policy
+            appends them.
+        max_length: the most tokens that a row may have seen by the time of the compression.
+        dtype: of the cached rows.
+    """
+
+    model: ModelSpec
+    layer: int
+    kept: tuple[int, ...]
+    slots: tuple[int, ...]
+    max_length: int
+    dtype: str
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first slot of each KV head's segment."""
+        return tuple(sum(self.slots[:head]) for head in range(len(self.slots)))
+
+
+class LayerState(NamedTuple):
+    """One layer's cached tokens.
+
+    The tokens of a KV head fill the first `lengths` slots of its segment; the slots behind are empty and may
+    hold anything.
+
+    Attributes:
+        kv: [B, S, 2D], one row a token: the key, rotated to the token's absolute position, then the value. Every
+            KV head owns a contiguous segment of slots. Key and value side by side fill a TPU's 128 lanes at head
+            size 64, where an array whose last axis is 64 would be copied at every kernel call.
+        positions: [B, S], the absolute position of the token in each slot, `EMPTY` where there is none.
+        lengths: [B, K], tokens held by each head.
+        scores: [B, S] float32, only where the policy needs them for its next step.
+    """
+
+    kv: Float[Array, "B S twoD"]
+    positions: Int[Array, "B S"]
+    lengths: Int[Array, "B K"]
+    scores: Float[Array, "B S"] | None = None
+
+
+class Rows(NamedTuple):
+    """Tokens by KV head, all heads padded to one length: what attention and selection of many tokens work on.
+
+    Attributes:
+        key: [B, K, S, D], rotated to absolute positions.
+        value: [B, K, S, D].
+        positions: [B, K, S]; a head's tokens come first, then `EMPTY`.
+        scores: [B, K, S] float32 or None: what the policy has remembered of cached tokens.
+    """
+
+    key: Float[Array, "B K S D"]
+    value: Float[Array, "B K S D"]
+    positions: Int[Array, "B K S"]
+    scores: Float[Array, "B K S"] | None = None
+
+    @property
+    def lengths(self) -> Int[Array, "B K"]:
+        """Tokens of each head."""
+        return (self.positions != EMPTY).sum(-1, dtype=jnp.int32)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Cache:
+    """What a model remembers of each row: one state a layer, and the next absolute position.
+
+    A pytree whose leaves are the arrays; policy, model and shapes are its static structure.
+
+    Attributes:
+        layers: a `LayerState` for each layer.
+        next_position: [B] int32, the tokens that each row has seen, kept or not.
+        policy: the policy that keeps it.
+        specs: a `LayerSpec` for each layer.
+        room: tokens that were to be decoded after the last prompt; `extend` makes room for as many again.
+    """
+
+    __slots__ = ("layers", "next_position", "policy", "room", "specs")
+
+    def __init__(
+        self,
+        layers: "tuple[LayerState, ...]",
+        next_position: jax.Array,
+        *,
+        policy: "Policy",
+        specs: tuple[LayerSpec, ...],
+        room: int,
+    ):
+        self.layers = layers
+        self.next_position = next_position
+        self.policy = policy
+        self.specs = specs
+        self.room = room
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        key = jax.tree_util.GetAttrKey
+        children = ((key("layers"), self.layers), (key("next_position"), self.next_position))
+        return children, (self.policy, self.specs, self.room)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        return (self.layers, self.next_position), (self.policy, self.specs, self.room)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> "Cache":
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        layers, next_position = children
+        policy, specs, room = static
+        return cls(layers, next_position, policy=policy, specs=specs, room=room)
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model that the cache belongs to."""
+        return self.specs[0].model
+
+    def __repr__(self) -> str:
+        batch = self.next_position.shape[0]
+        slots = sum(sum(spec.slots) for spec in self.specs)
+        return f"Cache({self.policy}, {batch} rows, {slots} slots a row in {len(self.specs)} layers)"
+
+
+def by_head(state: LayerState, spec: LayerSpec) -> Rows:
+    """A layer's tokens as `Rows`; empty slots are zeroed."""
+    widest = max(spec.slots)
+
+    def split(x: jax.Array, fill: float) -> jax.Array:
+        if len(set(spec.slots)) == 1:
+            return x.reshape(x.shape[0], len(spec.slots), widest, *x.shape[2:])
+        pad = [(0, 0)] * x.ndim
+        heads = []
+        for start, slots in zip(spec.starts, spec.slots, strict=True):
+            pad[1] = (0, widest - slots)
+            heads.append(jnp.pad(x[:, start : start + slots], pad, constant_values=fill))
+        return jnp.stack(heads, axis=1)
+
+    positions = split(state.positions, EMPTY)
+    kv = split(state.kv, 0)
+    kv = jnp.where((positions == EMPTY)[..., None], jnp.zeros((), kv.dtype), kv)
+    key, value = jnp.split(kv, 2, axis=-1)
+    scores = None if state.scores is None else split(state.scores, 0.0)
+    return Rows(key, value, positions, scores)
+
+
+def pack(rows: Rows, spec: LayerSpec) -> LayerState:
+    """The layer state that holds `rows`; what lies past a segment's slots must be empty."""
+
+    def join(x: jax.Array, fill: float) -> jax.Array:
+        pad = [(0, 0)] * x.ndim
+        pad[2] = (0, max(0, max(spec.slots) - x.shape[2]))
+        x = jnp.pad(x, pad, constant_values=fill)
+        if len(set(spec.slots)) == 1:
+            x = x[:, :, : spec.slots[0]]
+            return x.reshape(x.shape[0], -1, *x.shape[3:])
+        return jnp.concatenate([x[:, head, :slots] for head, slots in enumerate(spec.slots)], axis=1)
+
+    kv = jnp.concatenate([rows.key, rows.value], axis=-1).astype(spec.dtype)
+    return LayerState(
+        kv=join(kv, 0),
+        positions=join(rows.positions, EMPTY),
+        lengths=rows.lengths,
+        scores=None if rows.scores is None else join(rows.scores, 0.0),
+    )
+
+
+def ascending(rows: Rows) -> Rows:
+    """The same tokens in ascending order of position, empty slots last."""
+    last = jnp.iinfo(jnp.int32).max
+    order = jnp.argsort(jnp.where(rows.positions == EMPTY, last, rows.positions), axis=-1)
+    return take_rows(rows, order, jnp.take_along_axis(rows.positions, order, axis=-1) != EMPTY)
+
+
+def append_rows(held: Rows, added: Rows) -> Rows:
+    """`held`, then `added`, without the gap that empty slots would leave between them.
+
+    Args:
+        held: cached tokens.
+        added: new tokens; a row's pads come after its tokens.
+    """
+    slots, length = held.positions.shape[2], added.positions.shape[2]
+    index = jnp.arange(slots + length)[None, None]
+    count = held.lengths[:, :, None]
+    source = jnp.where(index < count, index, slots + index - count)
+    source = jnp.minimum(source, slots + length - 1)
+    past_end = index >= count + added.lengths[:, :, None]
+
+    def gather(a: jax.Array, b: jax.Array) -> jax.Array:
+        both = jnp.concatenate([a, b.astype(a.dtype)], axis=2)
+        where = source if both.ndim == 3 else source[..., None]
+        return jnp.take_along_axis(both, where, axis=2)
+
+    scores = None
+    if held.scores is not None:
+        fresh = jnp.zeros(added.positions.shape, jnp.float32) if added.scores is None else added.scores
+        scores = gather(held.scores, fresh)
+    return Rows(
+        key=gather(held.key, added.key),
+        value=gather(held.value, added.value),
+        positions=jnp.where(past_end, EMPTY, gather(held.positions, added.positions)),
+        scores=scores,
+    )
+
+
+def take_rows(rows: Rows, index: Int[Array, "B K C"], chosen: "jax.Array") -> Rows:
+    """The tokens at `index` [B, K, C]; those not `chosen` [B, K, C] are empty, and must come last."""
+
+    def gather(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, index if x.ndim == 3 else index[..., None], axis=2)
+
+    return Rows(
+        key=gather(rows.key),
+        value=gather(rows.value),
+        positions=jnp.where(chosen, gather(rows.positions), EMPTY),
+        scores=None if rows.scores is None else gather(rows.scores),
+    )
+
+
+def write_token(
+    state: LayerState,
+    spec: LayerSpec,
+    slots: Int[Array, "B K"],
+    key: Float[Array, "B K D"],
+    value: Float[Array, "B K D"],
+    positions: Int[Array, "B"],
+) -> LayerState:
+    """Writes one token a row into the given slots of each head's segment.
+
+    Rows whose position is `EMPTY`, and slots outside the segment, are not written.
+
+    Args:
+        state: the layer state; updated in place where it is donated.
+        spec: its shape.
+        slots: within each head's segment; at most the head's length, so that tokens stay a prefix.
+        key: rotated keys.
+        value: values.
+        positions: absolute positions.
+    """
+    segment = jnp.asarray(spec.slots, jnp.int32)[None]
+    written = (positions != EMPTY)[:, None] & (slots >= 0) & (slots < segment)
+    # An index past the end is dropped by the scatter; each head has one of its own, so that indices stay unique.
+    past_end = state.kv.shape[1] + jnp.arange(len(spec.slots))[None]
+    target = jnp.where(written, slots + jnp.asarray(spec.starts, jnp.int32)[None], past_end)
+    batch = jnp.arange(target.shape[0])[:, None]
+    rows = jnp.concatenate([key, value], axis=-1).astype(state.kv.dtype)
+    return state._replace(
+        kv=state.kv.at[batch, target].set(rows, mode="drop", unique_indices=True),
+        positions=state.positions.at[batch, target].set(
+            jnp.broadcast_to(positions[:, None], target.shape), mode="drop", unique_indices=True
+        ),
+        lengths=jnp.where(written, jnp.maximum(state.lengths, slots + 1), state.lengths),
+    )
