@@ -1,0 +1,132 @@
+"""GGUF checkpoints, as llama.cpp writes them for Llama-family models."""
+
+import functools
+import mmap
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from kvjax_models.config import LlamaConfig
+from kvjax_models.extras import extra
+from kvjax_models.gguf_config import config_from_gguf
+from kvjax_models.gguf_header import TensorEntry, read_header
+from kvjax_models.weights import StoredTensor
+
+#: Types of tensors that are read; the gguf package knows their blocks.
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+
+#: Module of the Llama: its name in llama.cpp's files.
+NAMES = {
+    "embedding": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "layers.input_norm": "blk.{layer}.attn_norm",
+    "layers.post_attention_norm": "blk.{layer}.ffn_norm",
+    "layers.q_proj": "blk.{layer}.attn_q",
+    "layers.k_proj": "blk.{layer}.attn_k",
+    "layers.v_proj": "blk.{layer}.attn_v",
+    "layers.o_proj": "blk.{layer}.attn_output",
+    "layers.gate_proj": "blk.{layer}.ffn_gate",
+    "layers.up_proj": "blk.{layer}.ffn_up",
+    "layers.down_proj": "blk.{layer}.ffn_down",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+class GGUFFile(NamedTuple):
+    """A GGUF file whose tensors are not read yet.
+
+    Attributes:
+        config: the model's configuration.
+        metadata: the key-value pairs; the tokenizer's are among them.
+        tensors: by name; queries and keys already in Hugging Face's order of rotary halves.
+    """
+
+    config: LlamaConfig
+    metadata: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+
+def ignored_name(name: str) -> bool:
+    """Whether a tensor is no parameter: RoPE's factors are read into the configuration."""
+    return name == _ROPE_FACTORS
+
+
+def open_gguf(file: pathlib.Path) -> GGUFFile:
+    """Reads the header and maps the tensors.
+
+    Raises:
+        ValueError: the file is damaged or cut short, or its model or a tensor's type is not supported.
+    """
+    if not file.stat().st_size:
+        raise ValueError(f"{file} is empty, not a GGUF file.")
+    with file.open("rb") as opened:
+        content = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+    header = read_header(content, file=file)
+    stored = {name: _stored(name, entry, content, file) for name, entry in header.tensors.items()}
+    factors = stored[_ROPE_FACTORS].read() if _ROPE_FACTORS in stored else None
+    try:
+        config = config_from_gguf(header.metadata, tensor_names=stored, rope_factors=factors)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return GGUFFile(config, header.metadata, _in_hugging_face_order(stored, config))
+
+
+def split_rotary_halves(rows: Shaped[np.ndarray, "rows *columns"], heads: int) -> Shaped[np.ndarray, "rows *columns"]:
+    """Undoes llama.cpp's order of the rows of queries and keys.
+
+    It interleaves each head's rotary halves (0, D/2, 1, D/2 + 1, ...), Hugging Face keeps them apart.
+    """
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _stored(name: str, entry: TensorEntry, content: memoryview, file: pathlib.Path) -> StoredTensor:
+    with extra("gguf", purpose="Reading GGUF"):
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    known = {int(kind): kind for kind in GGMLQuantizationType}
+    kind = known.get(entry.type_number)
+    if kind is None or kind.name not in TYPES:
+        got = entry.type_number if kind is None else kind.name
+        raise ValueError(f"{file}: the tensor {name!r} must be one of {', '.join(TYPES)}, got type {got}.")
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if not entry.shape or entry.shape[-1] % block:
+        raise ValueError(f"{file}: the tensor {name!r} of shape {entry.shape} has no whole {kind.name} blocks.")
+    row_bytes = entry.shape[-1] // block * block_bytes
+    size = int(np.prod(entry.shape[:-1], dtype=np.int64)) * row_bytes
+    if entry.start + size > len(content):
+        raise ValueError(
+            f"{file} is cut short: the tensor {name!r} ends at byte {entry.start + size}, the file at {len(content)}."
+        )
+    raw = np.frombuffer(content, np.uint8, size, entry.start).reshape(*entry.shape[:-1], row_bytes)
+    read = functools.partial(dequantized, raw, kind.name)
+    return StoredTensor(name=name, file=file, shape=entry.shape, dtype=kind.name, read=read)
+
+
+def dequantized(raw: Shaped[np.ndarray, "*rows bytes"], kind: str) -> Float[np.ndarray, "*rows columns"]:
+    """The values of rows of bytes; plain types keep their own type, quantised ones become float32."""
+    plain = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+    if kind in plain:
+        return raw.view(plain[kind])
+    with extra("gguf", purpose="Reading GGUF"):
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    return dequantize(raw, GGMLQuantizationType[kind])
+
+
+def _in_hugging_face_order(stored: Mapping[str, StoredTensor], config: LlamaConfig) -> dict[str, StoredTensor]:
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors = dict(stored)
+    for name, tensor in stored.items():
+        projection = name.split(".")[-2] if "." in name else name
+        if projection in heads and tensor.shape[0] == heads[projection] * config.head_dim:
+            read = functools.partial(_read_split, tensor, heads[projection])
+            tensors[name] = StoredTensor(name=name, file=tensor.file, shape=tensor.shape, dtype=tensor.dtype, read=read)
+    return tensors
+
+
+def _read_split(tensor: StoredTensor, heads: int) -> np.ndarray:
+    return split_rotary_halves(tensor.read(), heads)

@@ -1,0 +1,133 @@
+"""Llama in Flax NNX: embeddings, layers and logits; attention is whatever the caller hands in."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from kvjax.state import Attend, ModelSpec
+from kvjax_models.config import LlamaConfig
+
+
+class Linear(nnx.Module):
+    """`x @ kernel + bias`; the kernel is stored [in, out], several times faster for one row than [out, in]."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        init = jax.random.normal(rngs.params(), (inputs, outputs), dtype) / math.sqrt(inputs)
+        self.kernel = nnx.Param(init)
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "... inputs"]) -> Float[Array, "... outputs"]:
+        """Applies the layer to the last axis."""
+        y = x @ self.kernel[...]
+        if self.bias is None:
+            return y
+        return y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation, computed in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, *, epsilon: float, dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        """Normalises the last axis."""
+        x32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+        normed = (x32 * jax.lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
+        return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class DecoderLayer(nnx.Module):
+    """One pre-norm block: attention, then the SwiGLU MLP."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        hidden, inner = config.hidden_size, config.intermediate_size
+        query_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        attention = {"bias": config.attention_bias, "dtype": dtype, "rngs": rngs}
+        mlp = {"bias": config.mlp_bias, "dtype": dtype, "rngs": rngs}
+        self.input_norm = RMSNorm(hidden, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.q_proj = Linear(hidden, query_size, **attention)
+        self.k_proj = Linear(hidden, kv_size, **attention)
+        self.v_proj = Linear(hidden, kv_size, **attention)
+        self.o_proj = Linear(query_size, hidden, **attention)
+        self.post_attention_norm = RMSNorm(hidden, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.gate_proj = Linear(hidden, inner, **mlp)
+        self.up_proj = Linear(hidden, inner, **mlp)
+        self.down_proj = Linear(inner, hidden, **mlp)
+        self.head_dim = config.head_dim
+
+    def __call__(self, layer: int, x: Float[Array, "B T H"], attend: Attend) -> Float[Array, "B T H"]:
+        """Applies the block; `attend` is called with `layer`."""
+        h = self.input_norm(x)
+        query, key, value = (
+            projection(h).reshape(*h.shape[:2], -1, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attended = attend(layer, query, key, value)
+        x = x + self.o_proj(attended.reshape(*h.shape[:2], -1))
+        h = self.post_attention_norm(x)
+        return x + self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class Llama(nnx.Module):
+    """A Llama-family decoder.
+
+    Layers are a Python list, so that every layer's cache may have a shape of its own.
+
+    Attributes:
+        config: the static configuration.
+        embedding: [vocabulary, hidden]; also the output matrix where `tie_word_embeddings`.
+        lm_head: [hidden, vocabulary], or None where tied.
+    """
+
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * 0.02)
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What policies and generation need to know of the model."""
+        return ModelSpec(
+            num_layers=self.config.num_hidden_layers,
+            num_query_heads=self.config.num_attention_heads,
+            num_kv_heads=self.config.num_key_value_heads,
+            head_dim=self.config.head_dim,
+            vocab_size=self.config.vocab_size,
+            max_positions=self.config.max_position_embeddings,
+            dtype=str(self.embedding[...].dtype),
+            rope=self.config.rope,
+            stop_tokens=self.config.eos_token_ids,
+        )
+
+    def __call__(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T H"]:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: token ids; what pads hold does not matter, `attend` knows which they are.
+            attend: `attend(layer, query, key, value) -> output`, all [B, T, heads, D], before RoPE.
+        """
+        x = self.embedding[...][tokens]
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: Float[Array, "R H"]) -> Float[Array, "R V"]:
+        """Scores of the next token, float32, for each row of hidden states."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden).astype(jnp.float32)
+        # `hidden @ embedding.T` takes five times as long for one row on CPU.
+        return (self.embedding[...] @ hidden.T).T.astype(jnp.float32)
