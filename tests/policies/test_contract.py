@@ -1,0 +1,297 @@
+"""What every policy must do. A new policy is a row in `POLICIES`, not a test."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+
+BUDGET = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A policy under test.
+
+    Attributes:
+        make: the policy for a budget.
+        evicts: whether decoding keeps the cache at its size.
+        places: positions that kept keys, and the query behind them, are rotated to; None for absolute ones.
+    """
+
+    make: Callable[[int | float], kvjax.Policy]
+    evicts: bool = False
+    places: Callable[[np.ndarray, int], np.ndarray] | None = None
+
+
+def cache_places(kept: np.ndarray, position: int) -> np.ndarray:
+    """Places in the cache: 0, 1, 2, ... in order of position, the query last."""
+    return np.arange(len(kept) + 1)
+
+
+POLICIES = {
+    "streaming_llm": Case(lambda b: kvjax.StreamingLLM(budget=b), True, cache_places),
+    "streaming_llm_no_sinks": Case(lambda b: kvjax.StreamingLLM(budget=b, sinks=0), True, cache_places),
+    "streaming_llm_absolute": Case(lambda b: kvjax.StreamingLLM(budget=b, positions="absolute"), True),
+    "streaming_llm_masked": Case(lambda b: kvjax.StreamingLLM(budget=b, prefill_mask="streaming"), True, cache_places),
+    "snapkv": Case(lambda b: kvjax.SnapKV(budget=b, window=4, kernel=3)),
+    "snapkv_kvpress": Case(
+        lambda b: dataclasses.replace(kvjax.SnapKV.kvpress(compression_ratio=0.5, window_size=4), budget=b)
+    ),
+    "snapkv_max": Case(lambda b: kvjax.SnapKV(budget=b, window=4, kernel=3, group_reduce="max", sinks=2)),
+}
+# Every group size with every policy; each dtype with small and large groups.
+GROUPS_AND_DTYPES = [(1, "bfloat16"), (3, "float32"), (4, "float32"), (8, "bfloat16")]
+STEPS = 24
+LENGTHS = np.asarray([41, 26])
+WIDTH = 48
+
+
+@pytest.fixture(params=POLICIES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return POLICIES[request.param]
+
+
+@pytest.fixture
+def policy(case: Case) -> kvjax.Policy:
+    return case.make(BUDGET)
+
+
+def kept(spec: kvjax.LayerSpec, state: kvjax.LayerState, row: int, head: int) -> np.ndarray:
+    start = spec.starts[head]
+    positions = np.asarray(state.positions)[row, start : start + spec.slots[head]]
+    return np.sort(positions[positions != kvjax.EMPTY])
+
+
+def assert_close(actual: jax.typing.ArrayLike, expected: jax.typing.ArrayLike, dtype: str = "float32") -> None:
+    limit = 2e-5 if dtype == "float32" else 3e-2
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    np.testing.assert_allclose(actual, expected, rtol=limit, atol=limit)
+
+
+def rows_after_prefill(stream, policy, new=STEPS):
+    spec = stream.spec(policy, WIDTH, new)
+    output, state = stream.prefill(policy, spec, stream.positions(LENGTHS, WIDTH))
+    return spec, output, state
+
+
+@pytest.mark.parametrize(("group", "dtype"), GROUPS_AND_DTYPES)
+def test_every_step_equals_masked_dense_attention(case, policy, make_stream, group, dtype):
+    stream = make_stream(group=group, dtype=dtype)
+    spec, _, state = rows_after_prefill(stream, policy)
+    for step in range(STEPS):
+        before = state
+        positions = jnp.asarray(LENGTHS + step, jnp.int32)
+        output, state = stream.decode(policy, spec, state, positions)
+        if step % 5 and step != STEPS - 1:
+            continue
+        for row in range(2):
+            for head in range(stream.model.num_query_heads):
+                position = int(LENGTHS[row]) + step
+                held = kept(spec, before, row, head // group)
+                seen = np.append(held, position)
+                # The token that asks is among the keys, at the query's own place.
+                places = seen if case.places is None else case.places(held, position)
+                expected = stream.expected(row, head, position, seen, np.append(places, places[-1]))
+                assert_close(output[row, head], expected, dtype)
+
+
+@pytest.mark.parametrize(("group", "dtype"), GROUPS_AND_DTYPES)
+def test_equals_full_attention_under_budget(case, make_stream, group, dtype):
+    stream = make_stream(group=group, dtype=dtype)
+    policy = case.make(WIDTH + STEPS)
+    spec, output, state = rows_after_prefill(stream, policy)
+    full_spec, full_output, full_state = rows_after_prefill(stream, kvjax.Full())
+    held = np.arange(WIDTH)[None] < LENGTHS[:, None]
+    assert_close(output[held], full_output[held], dtype)
+    for step in range(4):
+        positions = jnp.asarray(LENGTHS + step, jnp.int32)
+        output, state = stream.decode(policy, spec, state, positions)
+        full_output, full_state = stream.decode(kvjax.Full(), full_spec, full_state, positions)
+        assert_close(output, full_output, dtype)
+
+
+def test_the_prompt_sees_full_attention(case, policy, make_stream):
+    stream = make_stream()
+    _, output, _ = rows_after_prefill(stream, policy)
+    if getattr(policy, "prefill_mask", "dense") == "streaming":
+        pytest.skip("its prompt sees what decoding would: test_streaming_llm.py")
+    for row, position in ((0, 0), (0, 40), (1, 25)):
+        for head in range(stream.model.num_query_heads):
+            expected = stream.expected(row, head, position, np.arange(position + 1))
+            assert_close(output[row, position, head], expected)
+
+
+def test_keeps_its_budget_to_the_token_and_the_byte(case, policy, make_stream):
+    stream = make_stream()
+    spec, _, state = rows_after_prefill(stream, policy)
+    assert (np.asarray(state.lengths) == BUDGET).all()
+    slots = BUDGET if case.evicts else BUDGET + STEPS
+    kv_heads, head_dim = stream.model.num_kv_heads, stream.model.head_dim
+    assert spec.slots == (slots,) * kv_heads
+    # kv rows in float32, one int32 position a slot, one int32 length a head.
+    by_hand = 2 * kv_heads * (slots * (2 * head_dim * 4 + 4) + 4)
+    if state.scores is not None:
+        by_hand += 2 * kv_heads * slots * 4
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == by_hand
+    for step in range(STEPS):
+        _, state = stream.decode(policy, spec, state, jnp.asarray(LENGTHS + step, jnp.int32))
+        assert (np.asarray(state.lengths) <= slots).all()
+    assert (np.asarray(state.lengths) == (BUDGET if case.evicts else BUDGET + STEPS)).all()
+
+
+def test_a_fraction_is_of_each_rows_own_prompt(case, make_stream):
+    stream = make_stream()
+    if getattr(case.make(BUDGET), "prefill_mask", "dense") == "streaming":
+        pytest.skip("its mask needs a budget in tokens")
+    policy = case.make(0.4)
+    _, _, state = rows_after_prefill(stream, policy)
+    np.testing.assert_array_equal(state.lengths, [[16, 16], [10, 10]])
+
+
+def test_positions_are_unique_and_tokens_a_prefix_of_their_segment(policy, make_stream):
+    stream = make_stream()
+    spec, _, state = rows_after_prefill(stream, policy)
+    for step in range(STEPS):
+        _, state = stream.decode(policy, spec, state, jnp.asarray(LENGTHS + step, jnp.int32))
+        for row in range(2):
+            for head, start in enumerate(spec.starts):
+                segment = np.asarray(state.positions)[row, start : start + spec.slots[head]]
+                length = int(state.lengths[row, head])
+                assert (segment[:length] >= 0).all()
+                assert (segment[length:] == kvjax.EMPTY).all()
+                assert len(set(segment[:length])) == length
+                # The newest token is always there.
+                assert LENGTHS[row] + step in segment
+
+
+def test_what_empty_slots_hold_changes_nothing(policy, make_stream):
+    stream = make_stream()
+    lengths = np.asarray([7, 3])
+    spec = stream.spec(policy, 16, 8)
+    _, state = stream.prefill(policy, spec, stream.positions(lengths, 16))
+    empty = np.asarray(state.positions) == kvjax.EMPTY
+    assert empty.any()
+    poisoned = state._replace(kv=jnp.where(empty[..., None], jnp.nan, state.kv))
+    clean, poisoned = (stream.decode(policy, spec, s, jnp.asarray(lengths, jnp.int32))[0] for s in (state, poisoned))
+    np.testing.assert_array_equal(clean, poisoned)
+
+
+def test_what_empty_slots_hold_does_not_reach_the_next_turn(policy, make_stream):
+    stream = make_stream()
+    lengths = np.asarray([7, 3])
+    spec = stream.spec(policy, 16, 8)
+    _, state = stream.prefill(policy, spec, stream.positions(lengths, 16))
+    empty = (np.asarray(state.positions) == kvjax.EMPTY)[..., None]
+    turn = stream.positions(np.asarray([5, 9]), 9, start=lengths)
+    results = [
+        stream.extend(policy, spec, state._replace(kv=jnp.where(empty, fill, state.kv)), turn)
+        for fill in (0.0, jnp.nan)
+    ]
+    held = np.asarray(turn) >= 0
+    np.testing.assert_array_equal(np.asarray(results[0][0])[held], np.asarray(results[1][0])[held])
+    np.testing.assert_array_equal(results[0][1].positions, results[1][1].positions)
+
+
+def test_a_row_does_not_depend_on_its_batch_or_its_padding(policy, make_stream):
+    stream = make_stream()
+    spec, output, state = rows_after_prefill(stream, policy)
+    for row in range(2):
+        only = slice(row, row + 1)
+        length = LENGTHS[only]
+        alone_spec = stream.spec(policy, int(length[0]), STEPS)
+        alone_output, alone = stream.prefill(policy, alone_spec, stream.positions(length, int(length[0])), rows=only)
+        assert_close(output[row, : length[0]], alone_output[0])
+        together = state
+        for step in range(3):
+            positions = jnp.asarray(LENGTHS + step, jnp.int32)
+            both, together = stream.decode(policy, spec, together, positions)
+            one, alone = stream.decode(policy, alone_spec, alone, positions[only], rows=only)
+            assert_close(both[row], one[0])
+        for head in range(2):
+            np.testing.assert_array_equal(kept(spec, together, row, head), kept(alone_spec, alone, 0, head))
+
+
+def test_shapes_and_dtypes_never_change(policy, make_stream):
+    stream = make_stream(dtype="bfloat16")
+    spec, _, state = rows_after_prefill(stream, policy)
+    before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    output, state = stream.decode(policy, spec, state, jnp.asarray(LENGTHS, jnp.int32))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == before
+    assert output.dtype == jnp.bfloat16
+
+
+def test_a_row_with_an_empty_position_stays_as_it_is(policy, make_stream):
+    stream = make_stream()
+    spec, _, state = rows_after_prefill(stream, policy)
+    _, after = stream.decode(policy, spec, state, jnp.asarray([kvjax.EMPTY, LENGTHS[1]], jnp.int32))
+    for before_leaf, after_leaf in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(before_leaf[0], after_leaf[0])
+    assert int(after.positions.max(axis=1)[1]) == LENGTHS[1]
+
+
+def test_an_equal_policy_does_not_trace_again(case, make_stream):
+    stream = make_stream()
+    traced = []
+
+    def run(policy, spec, state, arrays, positions):
+        traced.append(policy)
+        return policy.decode(spec, state, *arrays, positions, stream.model.rope)
+
+    compiled = jax.jit(run, static_argnums=(0, 1))
+    positions = jnp.asarray(LENGTHS, jnp.int32)
+    for _ in range(3):
+        policy = case.make(BUDGET)
+        spec, _, state = rows_after_prefill(stream, policy)
+        compiled(policy, spec, state, tuple(x[:, 0] for x in stream.take(positions[:, None])), positions)
+    assert len(traced) == 1
+
+
+def test_a_second_turn_sees_what_is_kept_and_itself(case, policy, make_stream):
+    if case.places is not None:
+        pytest.skip("its places in a second turn: test_streaming_llm.py")
+    stream = make_stream()
+    spec, _, state = rows_after_prefill(stream, policy)
+    added = np.asarray([6, 11])
+    turn = stream.positions(added, 11, start=LENGTHS)
+    new_spec = stream.spec(policy, WIDTH + 16, STEPS)
+    output, extended = stream.extend(policy, new_spec, state, turn, held_spec=spec)
+    for row in range(2):
+        for index in range(added[row]):
+            position = int(LENGTHS[row]) + index
+            for head in range(stream.model.num_query_heads):
+                seen = np.append(kept(spec, state, row, head // 3), np.arange(LENGTHS[row], position + 1))
+                expected = stream.expected(row, head, position, seen)
+                assert_close(output[row, index, head], expected)
+    np.testing.assert_array_equal(extended.lengths, BUDGET)
+
+
+def test_a_second_turn_keeps_the_budget_and_goes_on(case, policy, make_stream):
+    stream = make_stream()
+    spec, _, state = rows_after_prefill(stream, policy)
+    added = np.asarray([6, 11])
+    turn = stream.positions(added, 11, start=LENGTHS)
+    new_spec = stream.spec(policy, WIDTH + 16, 4)
+    _, state = stream.extend(policy, new_spec, state, turn, held_spec=spec)
+    np.testing.assert_array_equal(state.lengths, BUDGET)
+    for row in range(2):
+        newest = LENGTHS[row] + added[row] - 1
+        assert set(range(newest - 3, newest + 1)) <= set(kept(new_spec, state, row, 0))
+    _, state = stream.decode(policy, new_spec, state, jnp.asarray(LENGTHS + added, jnp.int32))
+    assert int(state.positions.max()) == int((LENGTHS + added).max())
+
+
+def test_a_token_without_a_slot_is_loud(case, policy, make_stream):
+    if case.evicts:
+        pytest.skip("it has a slot for every token")
+    stream = make_stream()
+    spec, _, state = rows_after_prefill(stream, policy, new=1)
+    fine, state = stream.decode(policy, spec, state, jnp.asarray(LENGTHS, jnp.int32))
+    lost, after = stream.decode(policy, spec, state, jnp.asarray(LENGTHS + 1, jnp.int32))
+    assert np.isfinite(fine).all()
+    assert np.isnan(lost).all()
+    np.testing.assert_array_equal(state.kv, after.kv)
