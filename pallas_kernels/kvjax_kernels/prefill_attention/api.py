@@ -13,6 +13,7 @@ def prefill_attention(
     value: Float[Array, "B T K D"],
     *,
     window: int | None = None,
+    log_sum_exp: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"] | None]:
     """Causal attention of a prompt over itself; scores are scaled by 1 / sqrt(D).
@@ -24,12 +25,13 @@ def prefill_attention(
         key: rotated keys.
         value: values.
         window: if given, token i sees itself and the `window` tokens before it, no more.
+        log_sum_exp: whether it is needed.
         implementation: "xla" (any platform), "splash" (TPU), "cudnn" (NVIDIA, 16 bits) or "reference";
             None takes splash on TPU where head size and length allow, cuDNN on NVIDIA in 16 bits, else xla.
 
     Returns:
-        The output in the query's dtype, and each query's natural log-sum-exp of the scaled scores, float32;
-        None from "cudnn", which does not give it out.
+        The output in the query's dtype, and each query's natural log-sum-exp of the scaled scores, float32; it may
+        be None where it was not asked for.
 
     Raises:
         ValueError: shapes that do not fit each other, or an unknown implementation.
@@ -44,7 +46,7 @@ def prefill_attention(
         raise ValueError(f"{query.shape[2]} query heads do not group over {key.shape[2]} KV heads.")
     if window is not None and window < 0:
         raise ValueError(f"`window` must not be negative, got {window}.")
-    name = implementation or _by_platform(query, window)
+    name = implementation or _by_platform(query, window, log_sum_exp)
     if name == "xla":
         from kvjax_kernels.prefill_attention import xla
 
@@ -56,6 +58,8 @@ def prefill_attention(
     if name == "cudnn":
         from kvjax_kernels.prefill_attention import gpu
 
+        if log_sum_exp:
+            raise NotImplementedError("cuDNN's attention does not give out the log-sum-exp.")
         return gpu.prefill_attention(query, key, value, window=window), None
     if name == "reference":
         from kvjax_kernels.prefill_attention import reference
@@ -64,13 +68,13 @@ def prefill_attention(
     raise ValueError(f"`implementation` must be one of {', '.join(_PREFILL)}, got {name!r}.")
 
 
-def _by_platform(query: jax.Array, window: int | None) -> str:
+def _by_platform(query: jax.Array, window: int | None, log_sum_exp: bool) -> str:
     platform = jax.default_backend()
     if platform == "tpu":
         from kvjax_kernels.prefill_attention import tpu
 
         return "splash" if tpu.supports(query) else "xla"
-    if platform == "gpu" and window is None and query.dtype in (jnp.bfloat16, jnp.float16):
+    if platform == "gpu" and window is None and not log_sum_exp and query.dtype in (jnp.bfloat16, jnp.float16):
         return "cudnn"
     return "xla"
 

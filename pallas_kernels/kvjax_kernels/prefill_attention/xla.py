@@ -10,11 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax_kernels.blocks import block_sizes, pad_to
 from kvjax_kernels.masking import MASKED
-
-# Tiles of 256 by 512 keep scores and keys of a group in a core's cache.
-_QUERY_BLOCK = 256
-_KEY_BLOCK = 512
 
 
 def prefill_attention(
@@ -25,7 +22,7 @@ def prefill_attention(
     window: int | None,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """See `api.prefill_attention`. Blocks outside the triangle, or the window's band, are not computed."""
-    query_block, key_block = _blocks(query.shape[1], key.shape[1])
+    query_block, key_block = block_sizes(query.shape[1], key.shape[1])
 
     def key_blocks(block: jax.Array) -> tuple[jax.Array, jax.Array]:
         last = ((block + 1) * query_block - 1) // key_block
@@ -54,11 +51,11 @@ def extend_attention(
     window: int | None,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """See `api.extend_attention`."""
-    query_block, key_block = _blocks(query.shape[1], key.shape[2])
+    query_block, key_block = block_sizes(query.shape[1], key.shape[2])
     held = (key_positions >= 0)[..., None]
     key, value = (jnp.where(held, x, jnp.zeros((), x.dtype)) for x in (key, value))
-    query_positions = _pad_to(query_positions, 1, query_block, fill=-1)
-    key_positions = _pad_to(key_positions, 2, key_block, fill=-1)
+    query_positions = pad_to(query_positions, 1, query_block, fill=-1)
+    key_positions = pad_to(key_positions, 2, key_block, fill=-1)
 
     def mask(block: jax.Array, key_start: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(query_positions, block * query_block, query_block, axis=1)
@@ -75,16 +72,6 @@ def extend_attention(
     return _blockwise(query, key, value, mask, key_blocks)
 
 
-def _blocks(queries: int, keys: int) -> tuple[int, int]:
-    return min(_QUERY_BLOCK, queries), min(_KEY_BLOCK, keys)
-
-
-def _pad_to(x: jax.Array, axis: int, multiple: int, *, fill: float) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % multiple)
-    return jnp.pad(x, widths, constant_values=fill)
-
-
 def _blockwise(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B K S D"],
@@ -99,13 +86,13 @@ def _blockwise(
     batch, length, query_heads, head_dim = query.shape
     kv_heads = key.shape[1]
     group = query_heads // kv_heads
-    query_block, key_block = _blocks(length, key.shape[2])
+    query_block, key_block = block_sizes(length, key.shape[2])
     scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(query.dtype)
-    scaled = _pad_to(scaled, 1, query_block, fill=0)
+    scaled = pad_to(scaled, 1, query_block, fill=0)
     blocks = scaled.shape[1] // query_block
     # [blocks, B, K, G, queries, D]: a group's queries are one matrix against its KV head's keys.
     scaled = scaled.reshape(batch, blocks, query_block, kv_heads, group, head_dim).transpose(1, 0, 3, 4, 2, 5)
-    key, value = (_pad_to(x, 2, key_block, fill=0) for x in (key, value))
+    key, value = (pad_to(x, 2, key_block, fill=0) for x in (key, value))
     matrix = (batch, kv_heads, group * query_block)
 
     def one_block(arguments: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

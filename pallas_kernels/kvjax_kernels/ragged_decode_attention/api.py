@@ -9,15 +9,17 @@ class DecodeAttention(NamedTuple):
     """What one decoding step's attention gives, float32.
 
     Attributes:
-        output: [B, N, D]; zeros where a head holds no token.
-        log_sum_exp: [B, N], natural, of the scaled scores; -1e30 where a head holds no token.
+        output: [B, N, D]; zeros where a head sees no token.
+        log_sum_exp: [B, N], natural, of the scaled scores; -1e30 where a head sees no token.
         token_attention: [B, S], each cached token's probability summed over its group's query heads, zeros in
             empty slots; None unless asked for.
+        own_attention: [B, K], the same for the asking token; None unless asked for.
     """
 
     output: Float[Array, "B N D"]
     log_sum_exp: Float[Array, "B N"]
     token_attention: Float[Array, "B S"] | None
+    own_attention: Float[Array, "B K"] | None
 
 
 def ragged_decode_attention(
@@ -25,22 +27,29 @@ def ragged_decode_attention(
     kv: Float[Array, "B S twoD"],
     lengths: Int[Array, "B K"],
     *,
-    segments: tuple[int, ...],
+    segments: tuple[int, ...] | None = None,
+    starts: Int[Array, "B K"] | None = None,
+    own_key: Float[Array, "B K D"] | None = None,
+    own_value: Float[Array, "B K D"] | None = None,
     scale: float | None = None,
     sink_query: Float[Array, "B N D"] | None = None,
     sinks: int = 0,
     token_attention: bool = False,
     implementation: str | None = None,
 ) -> DecodeAttention:
-    """Attends one query token a row to the first `lengths` rows of each KV head's segment.
+    """Attends one query token a row to the first `lengths` rows of each KV head's segment, and to itself.
 
     Args:
         query: rotated queries; N is a multiple of K, consecutive heads share a KV head.
         kv: cached rows, key then value; the KV heads' segments lie one after another along S.
         lengths: tokens held by each head; slots past it may hold anything, NaN included.
-        segments: slots of each KV head; their sum is S.
+        segments: slots of each KV head, where all rows have the same; their sum is S.
+        starts: first slot of each KV head, where every row has its own. One of `segments` and `starts`.
+        own_key: the rotated key of the token that asks, which is not in `kv`; None to leave it out.
+        own_value: its value.
         scale: factor of the scores, 1 / sqrt(D) by default.
-        sink_query: queries rotated for another distance, used for the first `sinks` slots of each segment.
+        sink_query: queries rotated for another distance, used for the first `sinks` slots of each segment; only
+            with `segments`.
         sinks: how many; 0 without `sink_query`.
         token_attention: whether each token's summed probability is wanted.
         implementation: "xla" or "reference"; None picks by platform.
@@ -49,22 +58,33 @@ def ragged_decode_attention(
         ValueError: shapes that do not fit each other, or an unknown implementation.
     """
     batch, query_heads, head_dim = query.shape
+    kv_heads = lengths.shape[1]
     if kv.shape[-1] != 2 * head_dim:
         raise ValueError(f"`kv` rows must hold key and value, 2 * {head_dim} wide, got {kv.shape[-1]}.")
-    if sum(segments) != kv.shape[1]:
+    if (segments is None) == (starts is None):
+        raise ValueError("one of `segments` and `starts` must be given, got both or neither.")
+    if segments is not None and sum(segments) != kv.shape[1]:
         raise ValueError(f"`segments` must add up to the {kv.shape[1]} slots of `kv`, got {segments}.")
-    if lengths.shape != (batch, len(segments)):
-        raise ValueError(f"`lengths` must be [{batch}, {len(segments)}], got {list(lengths.shape)}.")
-    if query_heads % len(segments):
-        raise ValueError(f"{query_heads} query heads do not group over {len(segments)} KV heads.")
+    if (segments is not None and len(segments) != kv_heads) or lengths.shape[0] != batch:
+        heads = kv_heads if segments is None else len(segments)
+        raise ValueError(f"`lengths` must be [{batch}, {heads}], got {list(lengths.shape)}.")
+    if query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads do not group over {kv_heads} KV heads.")
     if (sink_query is None) != (sinks == 0):
         raise ValueError(f"`sink_query` and `sinks` go together, got sinks = {sinks}.")
+    if sink_query is not None and segments is None:
+        raise ValueError("`sink_query` needs `segments`, got `starts`.")
+    if (own_key is None) != (own_value is None):
+        raise ValueError("`own_key` and `own_value` go together.")
     run = _implementation(implementation)
     return run(
         query,
         kv,
         lengths,
         segments=segments,
+        starts=starts,
+        own_key=own_key,
+        own_value=own_value,
         scale=head_dim**-0.5 if scale is None else scale,
         sink_query=sink_query,
         sinks=sinks,

@@ -13,51 +13,57 @@ def ragged_decode_attention(
     kv: Float[Array, "B S twoD"],
     lengths: Int[Array, "B K"],
     *,
-    segments: tuple[int, ...],
+    segments: tuple[int, ...] | None,
+    starts: Int[Array, "B K"] | None,
+    own_key: Float[Array, "B K D"] | None,
+    own_value: Float[Array, "B K D"] | None,
     scale: float,
     sink_query: Float[Array, "B N D"] | None,
     sinks: int,
     token_attention: bool,
 ) -> DecodeAttention:
     """See `api.ragged_decode_attention`."""
-    group = query.shape[1] // len(segments)
-    head_dim = query.shape[2]
-    starts = head_starts(segments)
+    batch, query_heads, head_dim = query.shape
+    kv_heads = lengths.shape[1]
+    group = query_heads // kv_heads
+    if starts is None:
+        assert segments is not None
+        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
+    first, count = starts, lengths
+    slots = jnp.arange(kv.shape[1])
 
     def one(row: int, head: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Output, log-sum-exp, and the probabilities of all slots, then of the asking token."""
         kv_head = head // group
-        rows = kv[row, starts[kv_head] : starts[kv_head] + segments[kv_head]].astype(jnp.float32)
-        slots = jnp.arange(segments[kv_head])
-        valid = slots < lengths[row, kv_head]
-        rows = jnp.where(valid[:, None], rows, 0.0)
+        place = slots - first[row, kv_head]
+        valid = (place >= 0) & (place < count[row, kv_head])
+        rows = jnp.where(valid[:, None], kv[row].astype(jnp.float32), 0.0)
         key, value = rows[:, :head_dim], rows[:, head_dim:]
         scores = key @ query[row, head].astype(jnp.float32) * scale
         if sink_query is not None:
             to_sinks = key @ sink_query[row, head].astype(jnp.float32) * scale
-            scores = jnp.where(slots < sinks, to_sinks, scores)
-        scores = jnp.where(valid, scores, -jnp.inf)
-        empty = lengths[row, kv_head] == 0
+            scores = jnp.where(place < sinks, to_sinks, scores)
+        if own_key is not None and own_value is not None:
+            own_score = own_key[row, kv_head].astype(jnp.float32) @ query[row, head].astype(jnp.float32) * scale
+            own = own_value[row, kv_head].astype(jnp.float32)
+        else:
+            own_score, own = jnp.zeros(()), jnp.zeros(head_dim)
+        valid = jnp.append(valid, own_key is not None)
+        scores = jnp.where(valid, jnp.append(scores, own_score), -jnp.inf)
+        empty = ~valid.any()
         probabilities = jnp.where(empty, 0.0, jax.nn.softmax(jnp.where(empty, 0.0, scores)))
         log_sum_exp = jnp.where(empty, MASKED, jax.nn.logsumexp(jnp.where(empty, 0.0, scores)))
-        return probabilities @ value, log_sum_exp, probabilities
+        return probabilities @ jnp.concatenate([value, own[None]]), log_sum_exp, probabilities
 
-    batch, query_heads, _ = query.shape
     parts = [[one(row, head) for head in range(query_heads)] for row in range(batch)]
-    attention = None
+    attention, own_attention = None, None
     if token_attention:
-        attention = jnp.stack(
-            [
-                jnp.concatenate(
-                    [
-                        sum((row[k * group + g][2] for g in range(group)), jnp.zeros(segments[k]))
-                        for k in range(len(segments))
-                    ]
-                )
-                for row in parts
-            ]
-        )
+        probabilities = jnp.stack([jnp.stack([part[2] for part in row]) for row in parts])
+        attention = probabilities[:, :, :-1].sum(1)
+        own_attention = probabilities[:, :, -1].reshape(batch, kv_heads, group).sum(2)
     return DecodeAttention(
         output=jnp.stack([jnp.stack([part[0] for part in row]) for row in parts]),
         log_sum_exp=jnp.stack([jnp.stack([part[1] for part in row]) for row in parts]),
         token_attention=attention,
+        own_attention=own_attention,
     )

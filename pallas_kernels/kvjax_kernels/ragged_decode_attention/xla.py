@@ -1,11 +1,33 @@
 """Plain JAX for CPU: two matrix products over whole kv rows."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax_kernels.masking import MASKED
 from kvjax_kernels.ragged_decode_attention.api import DecodeAttention, head_starts
+
+
+class _Piece(NamedTuple):
+    """Some KV heads' queries over the rows that they share a product with; M queries.
+
+    Attributes:
+        query: [B, K, M, D].
+        kv: [B, K, S, 2D].
+        valid: [B, K, M | 1, S], the slots that each query sees.
+        sink_query: like `query`, or None.
+        own_key: [B, K, M, D], the asking token's key for each query, or None.
+        own_value: its value.
+    """
+
+    query: Float[Array, "B K M D"]
+    kv: Float[Array, "B K S twoD"]
+    valid: Bool[Array, "B K R S"]
+    sink_query: Float[Array, "B K M D"] | None
+    own_key: Float[Array, "B K M D"] | None
+    own_value: Float[Array, "B K M D"] | None
 
 
 def ragged_decode_attention(
@@ -13,79 +35,93 @@ def ragged_decode_attention(
     kv: Float[Array, "B S twoD"],
     lengths: Int[Array, "B K"],
     *,
-    segments: tuple[int, ...],
+    segments: tuple[int, ...] | None,
+    starts: Int[Array, "B K"] | None,
+    own_key: Float[Array, "B K D"] | None,
+    own_value: Float[Array, "B K D"] | None,
     scale: float,
     sink_query: Float[Array, "B N D"] | None,
     sinks: int,
     token_attention: bool,
 ) -> DecodeAttention:
-    """See `api.ragged_decode_attention`. Segments of one size share one product; others take one each."""
-    kv_heads = len(segments)
+    """See `api.ragged_decode_attention`.
+
+    Segments of one size share one product; others take one each. With a start for each row, all heads' queries go
+    over all rows: the cache is still read once, and what another head owns is masked.
+    """
     batch, query_heads, head_dim = query.shape
+    kv_heads = lengths.shape[1]
+    group = query_heads // kv_heads
 
-    def grouped(x: jax.Array) -> jax.Array:
-        return x.reshape(batch, kv_heads, query_heads // kv_heads, head_dim)
+    def per_query(x: Float[Array, "B K D"] | None) -> Float[Array, "B K G D"] | None:
+        return None if x is None else jnp.broadcast_to(x[:, :, None], (batch, kv_heads, group, head_dim))
 
-    query = grouped(query)
-    sink_query = None if sink_query is None else grouped(sink_query)
-    if len(set(segments)) == 1:
-        pieces = [(slice(0, kv_heads), kv.reshape(batch, kv_heads, segments[0], -1))]
+    def grouped(x: Float[Array, "B N D"] | None) -> Float[Array, "B K G D"] | None:
+        return None if x is None else x.reshape(batch, kv_heads, group, head_dim)
+
+    arrays = grouped(query), grouped(sink_query), per_query(own_key), per_query(own_value)
+    pieces = []
+    if starts is not None:
+        place = jnp.arange(kv.shape[1])[None, None] - starts[:, :, None]
+        valid = jnp.repeat((place >= 0) & (place < lengths[:, :, None]), group, axis=1)
+        flat = [None if x is None else x.reshape(batch, 1, query_heads, head_dim) for x in arrays]
+        assert flat[0] is not None
+        pieces.append(_Piece(flat[0], kv[:, None], valid[:, None], *flat[1:]))
     else:
-        starts = head_starts(segments)
-        pieces = [
-            (slice(head, head + 1), kv[:, None, starts[head] : starts[head] + segments[head]])
-            for head in range(kv_heads)
-        ]
-    results = [
-        _attend(
-            query[:, heads],
-            rows,
-            lengths[:, heads],
-            scale=scale,
-            sink_query=None if sink_query is None else sink_query[:, heads],
-            sinks=sinks,
-        )
-        for heads, rows in pieces
-    ]
-    output, log_sum_exp = (jnp.concatenate([r[i] for r in results], axis=1) for i in (0, 1))
-    attention = None
+        assert segments is not None
+        for heads, rows in _by_segment(kv, segments):
+            valid = jnp.arange(rows.shape[2])[None, None] < lengths[:, heads, None]
+            part = [None if x is None else x[:, heads] for x in arrays]
+            assert part[0] is not None
+            pieces.append(_Piece(part[0], rows, valid[:, :, None], *part[1:]))
+    results = [_attend(piece, scale=scale, sinks=sinks) for piece in pieces]
+    output = jnp.concatenate([r[0] for r in results], axis=1).reshape(batch, query_heads, head_dim)
+    log_sum_exp = jnp.concatenate([r[1] for r in results], axis=1).reshape(batch, query_heads)
+    attention, own_attention = None, None
     if token_attention:
         attention = jnp.concatenate([r[2].sum(2).reshape(batch, -1) for r in results], axis=1)
-    return DecodeAttention(
-        output.reshape(batch, query_heads, head_dim), log_sum_exp.reshape(batch, query_heads), attention
-    )
+        own = jnp.concatenate([r[3] for r in results], axis=1)
+        own_attention = own.reshape(batch, kv_heads, group).sum(2)
+    return DecodeAttention(output, log_sum_exp, attention, own_attention)
+
+
+def _by_segment(kv: Float[Array, "B S twoD"], segments: tuple[int, ...]) -> list[tuple[slice, jax.Array]]:
+    """KV heads, and their rows [B, heads, S, 2D]: all together where the segments are equal."""
+    if len(set(segments)) == 1:
+        return [(slice(0, len(segments)), kv.reshape(kv.shape[0], len(segments), segments[0], -1))]
+    starts = head_starts(segments)
+    return [
+        (slice(head, head + 1), kv[:, None, start : start + slots])
+        for head, (start, slots) in enumerate(zip(starts, segments, strict=True))
+    ]
 
 
 def _attend(
-    query: Float[Array, "B K G D"],
-    kv: Float[Array, "B K S twoD"],
-    lengths: Int[Array, "B K"],
-    *,
-    scale: float,
-    sink_query: Float[Array, "B K G D"] | None,
-    sinks: int,
-) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Float[Array, "B K G S"]]:
+    piece: _Piece, *, scale: float, sinks: int
+) -> tuple[Float[Array, "B K M D"], Float[Array, "B K M"], Float[Array, "B K M S"], Float[Array, "B K M"]]:
+    """Output, log-sum-exp, the probabilities of the slots, and of the asking token."""
+    query, kv, valid, sink_query, own_key, own_value = piece
     head_dim = query.shape[-1]
     # [q | 0] . [k | v] = q . k: slicing the keys out of the rows would copy half the cache.
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, head_dim)))
-    scores = jnp.einsum("bkgd,bksd->bkgs", padded, kv, preferred_element_type=jnp.float32)
+    scores = _product("bkmd,bksd->bkms", padded, kv)
     if sink_query is not None:
-        to_sinks = jnp.einsum(
-            "bkgd,bksd->bkgs", sink_query, kv[:, :, :sinks, :head_dim], preferred_element_type=jnp.float32
-        )
+        to_sinks = _product("bkmd,bksd->bkms", sink_query, kv[:, :, :sinks, :head_dim])
         scores = jax.lax.dynamic_update_slice(scores, to_sinks, (0, 0, 0, 0))
-    valid = (jnp.arange(kv.shape[2])[None, None] < lengths[:, :, None])[:, :, None]
     scores = jnp.where(valid, scores * scale, MASKED)
-    largest = scores.max(axis=-1, keepdims=True)
-    weights = jnp.where(valid, jnp.exp(scores - largest), 0.0)
-    total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    probabilities = weights / total
+    largest = scores.max(axis=-1)
+    own_score = jnp.full_like(largest, MASKED)
+    if own_key is not None:
+        own_score = (query.astype(jnp.float32) * own_key.astype(jnp.float32)).sum(-1) * scale
+        largest = jnp.maximum(largest, own_score)
+    weights = jnp.where(valid, jnp.exp(scores - largest[..., None]), 0.0)
+    own_weight = jnp.where(own_score > MASKED, jnp.exp(own_score - largest), 0.0)
+    sees_nothing = ~valid.any(-1) & (own_score == MASKED)
+    total = jnp.where(sees_nothing, 1.0, weights.sum(-1) + own_weight)
+    probabilities, own_probability = weights / total[..., None], own_weight / total
 
     def weighted(rows: jax.Array) -> jax.Array:
-        product = jnp.einsum(
-            "bkgs,bksd->bkgd", probabilities.astype(rows.dtype), rows, preferred_element_type=jnp.float32
-        )
-        return product[..., head_dim:]
+        return _product("bkms,bksd->bkmd", probabilities.astype(rows.dtype), rows)[..., head_dim:]
 
     # An empty slot may hold NaN, and 0 * NaN is NaN. Clearing the empty slots first copies the cache, so it is
     # done only when the plain product shows that it has to be.
@@ -93,7 +129,14 @@ def _attend(
     output = jax.lax.cond(
         jnp.isfinite(output).all(),
         lambda: output,
-        lambda: weighted(jnp.where(valid[:, :, 0, :, None], kv, jnp.zeros((), kv.dtype))),
+        lambda: weighted(jnp.where(valid.any(2)[..., None], kv, jnp.zeros((), kv.dtype))),
     )
-    log_sum_exp = jnp.where(lengths[:, :, None] > 0, (largest + jnp.log(total))[..., 0], MASKED)
-    return output, log_sum_exp, probabilities
+    if own_value is not None:
+        output = output + own_probability[..., None] * own_value.astype(jnp.float32)
+    log_sum_exp = jnp.where(sees_nothing, MASKED, largest + jnp.log(total))
+    return output, log_sum_exp, probabilities, own_probability
+
+
+def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # In the cache's dtype, whatever the model's: casting the cache would copy it.
+    return jnp.einsum(subscripts, a.astype(b.dtype), b, preferred_element_type=jnp.float32)

@@ -1,0 +1,23 @@
+"""The oracle: the whole matrix of probabilities, summed."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def column_sums(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B K S D"],
+    log_sum_exp: Float[Array, "B N T"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B K S"],
+) -> Float[Array, "B K S"]:
+    """See `api.column_sums`."""
+    batch, kv_heads, slots, head_dim = key.shape
+    group = query.shape[2] // kv_heads
+    keys = jnp.repeat(key.astype(jnp.float32), group, axis=1)
+    scores = jnp.einsum("btnd,bnsd->bnts", query.astype(jnp.float32), keys) / head_dim**0.5
+    rows = query_positions[:, None, :, None]
+    columns = jnp.repeat(key_positions, group, axis=1)[:, :, None, :]
+    seen = (columns >= 0) & (columns <= rows)
+    probabilities = jnp.where(seen, jnp.exp(scores - log_sum_exp[..., None]), 0.0)
+    return probabilities.sum(2).reshape(batch, kv_heads, group, slots).sum(2)
