@@ -1,18 +1,43 @@
 """KV-cache compression for JAX: caches that really shrink, for any model that leaves its attention to a policy."""
 
 from kvjax._version import __version__
+from kvjax.allocation import Adaptive, Pyramid, Uniform
 from kvjax.generation import NewToken, Result, generate
+from kvjax.head_pattern import HeadPattern
 from kvjax.model import Model
-from kvjax.policies import Full, Policy, SnapKV, StreamingLLM
+from kvjax.policies import (
+    H2O,
+    TOVA,
+    AdaKV,
+    Asked,
+    DuoAttention,
+    ExpectedAttention,
+    Full,
+    Knorm,
+    Policy,
+    PyramidKV,
+    ScoredPolicy,
+    SnapKV,
+    StreamingLLM,
+)
 from kvjax.prompts import LongContextWarning
-from kvjax.state import EMPTY, Cache, LayerSpec, LayerState, ModelSpec
+from kvjax.state import EMPTY, Cache, LayerSpec, LayerState, ModelSpec, Rows
 from kvjax.statistics import Stats, cache_bytes, kept_positions
 from kvjax.steps import decode, extend, prefill
 
 __all__ = [
     "EMPTY",
+    "H2O",
+    "TOVA",
+    "AdaKV",
+    "Adaptive",
+    "Asked",
     "Cache",
+    "DuoAttention",
+    "ExpectedAttention",
     "Full",
+    "HeadPattern",
+    "Knorm",
     "LayerSpec",
     "LayerState",
     "LongContextWarning",
@@ -20,10 +45,15 @@ __all__ = [
     "ModelSpec",
     "NewToken",
     "Policy",
+    "Pyramid",
+    "PyramidKV",
     "Result",
+    "Rows",
+    "ScoredPolicy",
     "SnapKV",
     "Stats",
     "StreamingLLM",
+    "Uniform",
     "__version__",
     "cache_bytes",
     "decode",

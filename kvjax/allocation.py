@@ -1,6 +1,9 @@
 """How many tokens each layer and head may keep."""
 
+import dataclasses
+import functools
 import operator
+from typing import Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +79,201 @@ def budget_lengths(budget: int | float, lengths: Int[Array, "*shape"], *, max_le
     # A table, because float32 arithmetic would round some fractions to the other side of an integer.
     table = np.asarray([int(length * budget) for length in range(max_length + 1)], np.int32)
     return jnp.asarray(table)[jnp.clip(lengths, 0, max_length)]
+
+
+@runtime_checkable
+class Allocation(Protocol):
+    """How a budget is spread over layers: hashable, and a pure function of numbers known before tracing."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether the heads of a layer share its budget, split by what their tokens are worth."""
+        ...
+
+    def counts(self, budget: int | float, lengths: np.ndarray, *, layers: int, fewest: int) -> np.ndarray:
+        """Tokens that each KV head keeps (the heads' mean where they share), [layers, len(lengths)].
+
+        Args:
+            budget: tokens, or a fraction of each length.
+            lengths: of prompts.
+            layers: of the model.
+            fewest: tokens that every head must have, if the prompt has as many.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """The same budget in every layer."""
+
+    shared = False
+
+    def counts(self, budget: int | float, lengths: np.ndarray, *, layers: int, fewest: int) -> np.ndarray:
+        """See `Allocation.counts`."""
+        del fewest
+        return np.broadcast_to(_budgets(budget, lengths), (layers, len(lengths)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pyramid:
+    """More for the lower layers: budgets fall from the first layer to the last.
+
+    Cai et al., "PyramidKV" (arXiv 2406.02069). Of the part of the budget outside the tokens that are kept anyway
+    (window and sinks), the last layer gets 1 / `beta` and the first one twice the mean less that. The total over
+    all layers is exact to the token, by largest remainders; where a prompt is shorter than a layer's share, the
+    other layers get what it cannot use.
+
+    Attributes:
+        beta: steepness; 1 is uniform.
+        schedule: "linear" (the paper), or "geometric": the same ends' ratio in equal factors.
+        variant: "exact", or "authors" and "kvpress": their own arithmetic, which overshoots, or becomes uniform.
+    """
+
+    beta: float = 20
+    schedule: Literal["linear", "geometric"] = "linear"
+    variant: Literal["exact", "authors", "kvpress"] = "exact"
+
+    shared = False
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, ("linear", "geometric"))
+        check_choice("variant", self.variant, ("exact", "authors", "kvpress"))
+        if not self.beta >= 1:
+            raise ValueError(f"`beta` must be at least 1, got {self.beta}.")
+
+    def counts(self, budget: int | float, lengths: np.ndarray, *, layers: int, fewest: int) -> np.ndarray:
+        """See `Allocation.counts`."""
+        if layers == 1:
+            return _budgets(budget, lengths)[None]
+        if self.variant == "exact":
+            return self._exact(budget, lengths, layers, fewest)
+        one = self._authors if self.variant == "authors" else self._kvpress
+        return np.stack([one(budget, int(length), layers, fewest) for length in lengths], axis=1)
+
+    def _exact(self, budget: int | float, lengths: np.ndarray, layers: int, fewest: int) -> np.ndarray:
+        mean = _budgets(budget, lengths)
+        spread = np.maximum(mean - fewest, 0)[None]
+        depth = np.arange(layers)[:, None] / (layers - 1)
+        least, most = spread / self.beta, 2 * spread - spread / self.beta
+        if self.schedule == "linear":
+            shares = most - depth * (most - least)
+        else:
+            falling = (1 / (2 * self.beta - 1)) ** depth
+            shares = layers * spread * falling / falling.sum()
+        return _clamped(fewest + shares, np.minimum(fewest, lengths), lengths, layers * mean)
+
+    def _authors(self, budget: int | float, length: int, layers: int, window: int) -> np.ndarray:
+        capacity = budget_tokens(budget, length) if isinstance(budget, float) else budget
+        if length <= capacity:
+            return np.full(layers, length)
+        spread = capacity - window
+        if length < 2 * spread:
+            return np.full(layers, min(capacity, length))
+        least = spread // int(self.beta)
+        most = 2 * spread - least
+        if most >= length - window:
+            most = length - window
+            least = 2 * spread - most
+        step = (most - least) // (layers - 1)
+        return np.minimum(most - np.arange(layers) * step + window, length)
+
+    def _kvpress(self, budget: int | float, length: int, layers: int, window: int) -> np.ndarray:
+        kept = budget * length if isinstance(budget, float) else min(budget, length)
+        capacity = window + kept
+        least = (capacity - window) / self.beta
+        most = (capacity - window) * 2 - least
+        if most >= length - window:
+            most = length - window
+            least = (capacity - window) * 2 - most
+        if not length >= most >= least >= window:
+            return np.full(layers, min(max(1, round(kept)), length))
+        step = (most - least) / (layers - 1)
+        return np.asarray([round(most - layer * step) for layer in range(layers)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adaptive:
+    """Heads of a layer share its budget: one choice over all their tokens.
+
+    Feng et al., "Ada-KV" (arXiv 2407.11550). Heads get different lengths, and really have them: their segments lie
+    one behind another, and what a head does not use another does.
+
+    Attributes:
+        safeguard: share of the mean budget that every head has for sure.
+        layers: how the budget is spread over layers.
+    """
+
+    safeguard: float = 0.2
+    layers: "Uniform | Pyramid" = Uniform()
+
+    shared = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.safeguard <= 1.0:
+            raise ValueError(f"`safeguard` must be from 0 to 1, got {self.safeguard}.")
+
+    def counts(self, budget: int | float, lengths: np.ndarray, *, layers: int, fewest: int) -> np.ndarray:
+        """See `Allocation.counts`."""
+        return self.layers.counts(budget, lengths, layers=layers, fewest=fewest)
+
+
+#: A prompt so long that its length cuts no layer's share.
+_ENDLESS = 1 << 40
+
+
+def endless_counts(allocation: Allocation, budget: int, *, layers: int, fewest: int) -> np.ndarray:
+    """Tokens that each layer keeps of a stream without end, [layers]."""
+    return allocation.counts(budget, np.asarray([_ENDLESS]), layers=layers, fewest=fewest)[:, 0]
+
+
+@functools.lru_cache(maxsize=64)
+def count_table(
+    allocation: Allocation, budget: int | float, *, layers: int, fewest: int, max_length: int
+) -> np.ndarray:
+    """`Allocation.counts` for every length from 0 on, [layers, lengths]; the last column holds for all longer ones.
+
+    Args:
+        allocation: how the budget is spread.
+        budget: tokens, or a fraction.
+        layers: of the model.
+        fewest: see `Allocation.counts`.
+        max_length: the longest prompt that will be looked up.
+    """
+    longest = max_length
+    if isinstance(budget, int):
+        # Prompts longer than the largest share of an endless one all get the same.
+        endless = endless_counts(allocation, budget, layers=layers, fewest=fewest)
+        longest = min(max_length, int(endless.max()) + 1)
+    table = allocation.counts(budget, np.arange(longest + 1), layers=layers, fewest=fewest)
+    table = np.ascontiguousarray(table, np.int32)
+    table.flags.writeable = False
+    return table
+
+
+def _budgets(budget: int | float, lengths: np.ndarray) -> np.ndarray:
+    if isinstance(budget, int):
+        return np.minimum(budget, lengths)
+    return (lengths * budget).astype(np.int64)
+
+
+def _clamped(shares: np.ndarray, least: np.ndarray, most: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Whole numbers near `shares` [layers, n], each from `least` to `most` [n], each column adding up to `totals`."""
+    low, high = (np.broadcast_to(x, shares.shape).astype(float) for x in (least, most))
+    totals = np.clip(totals, low.sum(0), high.sum(0))
+    shares = np.clip(shares, low, high)
+    # What a clamp took or gave goes to the layers that are free to take it, in equal parts.
+    for _ in range(2 * len(shares)):
+        missing = totals - shares.sum(0)
+        free = np.where(missing[None] > 0, shares < high, shares > low)
+        if (np.abs(missing) < 1e-6).all():
+            break
+        shares = np.clip(shares + np.where(free, missing / np.maximum(free.sum(0), 1), 0.0), low, high)
+    whole = np.floor(shares + 1e-9)
+    missing = np.round(totals - whole.sum(0)).astype(np.int64)
+    remainders = np.where(whole < high, shares - whole, -1.0)
+    order = np.argsort(-remainders, axis=0, kind="stable")
+    ranks = np.argsort(order, axis=0, kind="stable")
+    return (whole + (ranks < missing[None])).astype(np.int64)
 
 
 def bucket(length: int) -> int:

@@ -81,7 +81,7 @@ def pool(
 
 
 def protect(
-    scores: Float[Array, "B K S"], positions: Int[Array, "B K S"], *, sinks: int, recent: int
+    scores: Float[Array, "B K S"], positions: Int[Array, "B K S"], *, sinks: int, recent: Int[Array, "B K"]
 ) -> Float[Array, "B K S"]:
     """Marks the first `sinks` positions and the last `recent` tokens of each head as kept, empty slots as absent.
 
@@ -89,7 +89,7 @@ def protect(
     """
     held = positions >= 0
     order = jnp.arange(positions.shape[2])[None, None]
-    last = order >= held.sum(-1, keepdims=True) - recent
+    last = order >= held.sum(-1, keepdims=True) - recent[..., None]
     scores = jnp.where((positions < sinks) | last, PROTECTED, scores)
     return jnp.where(held, scores, ABSENT)
 
@@ -114,3 +114,23 @@ def highest(
     chosen = jnp.arange(most)[None, None] < counts[..., None]
     index = jnp.sort(jnp.where(chosen, order, slots), axis=-1)
     return jnp.minimum(index, slots - 1), index < slots
+
+
+def split_shared(scores: Float[Array, "B K S"], counts: Int[Array, "B K"], *, safeguard: float) -> Int[Array, "B K"]:
+    """How many tokens each head gets when all heads of a layer choose together (Ada-KV); the total is exact.
+
+    Args:
+        scores: of all heads on one scale; `PROTECTED` tokens are taken first, `ABSENT` ones never.
+        counts: what each head would get alone.
+        safeguard: share of that which every head gets for sure.
+    """
+    batch, kv_heads, slots = scores.shape
+    order = jnp.argsort(-scores, axis=-1, stable=True)
+    rank = jnp.argsort(order, axis=-1, stable=True)
+    safe = jnp.floor(counts.astype(jnp.float32) * safeguard + 1e-6).astype(jnp.int32)
+    scores = jnp.where((rank < safe[..., None]) & (scores > ABSENT), PROTECTED, scores)
+    flat = scores.reshape(batch, 1, kv_heads * slots)
+    index, held = highest(flat, counts.sum(-1, keepdims=True), most=kv_heads * slots)
+    head = index // slots
+    mine = (head[:, 0, :, None] == jnp.arange(kv_heads)[None, None]) & held[:, 0, :, None]
+    return mine.sum(1, dtype=jnp.int32)

@@ -69,6 +69,8 @@ class LayerSpec:
             appends them.
         max_length: the most tokens that a row may have seen by the time of the compression.
         dtype: of the cached rows.
+        shared: whether the heads of a layer share all its slots, split for each row by what its tokens are worth;
+            `kept` and `slots` are then the heads' means.
     """
 
     model: ModelSpec
@@ -77,11 +79,27 @@ class LayerSpec:
     slots: tuple[int, ...]
     max_length: int
     dtype: str
+    shared: bool = False
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first slot of each KV head's segment."""
+        """The first slot of each KV head's segment, where heads share no slots."""
         return tuple(sum(self.slots[:head]) for head in range(len(self.slots)))
+
+    @property
+    def room(self) -> int:
+        """Slots of each head beside those of the tokens that are kept."""
+        return self.slots[0] - self.kept[0]
+
+    @property
+    def widest(self) -> int:
+        """The most slots that a head may have."""
+        return sum(self.kept) + self.room if self.shared else max(self.slots)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all heads have the same number of slots in all rows."""
+        return not self.shared and len(set(self.slots)) == 1
 
 
 class LayerState(NamedTuple):
@@ -97,12 +115,14 @@ class LayerState(NamedTuple):
         positions: [B, S], the absolute position of the token in each slot, `EMPTY` where there is none.
         lengths: [B, K], tokens held by each head.
         scores: [B, S] float32, only where the policy needs them for its next step.
+        starts: [B, K], each head's first slot, only where heads share a layer's slots (`LayerSpec.shared`).
     """
 
     kv: Float[Array, "B S twoD"]
     positions: Int[Array, "B S"]
     lengths: Int[Array, "B K"]
     scores: Float[Array, "B S"] | None = None
+    starts: Int[Array, "B K"] | None = None
 
 
 class Rows(NamedTuple):
@@ -185,47 +205,87 @@ class Cache:
         return f"Cache({self.policy}, {batch} rows, {slots} slots a row in {len(self.specs)} layers)"
 
 
+def segment_starts(state: LayerState, spec: LayerSpec) -> Int[Array, "B K"]:
+    """The first slot of each head's segment in each row."""
+    if state.starts is not None:
+        return state.starts
+    return jnp.broadcast_to(jnp.asarray(spec.starts, jnp.int32)[None], state.lengths.shape)
+
+
+def capacities(state: LayerState, spec: LayerSpec) -> Int[Array, "B K"]:
+    """Slots of each head's segment in each row."""
+    if state.starts is None:
+        return jnp.broadcast_to(jnp.asarray(spec.slots, jnp.int32)[None], state.lengths.shape)
+    end = jnp.full_like(state.starts[:, :1], state.kv.shape[1])
+    return jnp.concatenate([state.starts[:, 1:], end], axis=1) - state.starts
+
+
+def segments(x: Array, state: LayerState, spec: LayerSpec) -> Array:
+    """An array [B, S, ...] of slots by head, [B, K, widest, ...]; repeats other slots where a segment is shorter."""
+    batch, slots = x.shape[:2]
+    kv_heads = len(spec.slots)
+    if spec.is_uniform:
+        return x.reshape(batch, kv_heads, -1, *x.shape[2:])
+    index = segment_starts(state, spec)[:, :, None] + jnp.arange(spec.widest)[None, None]
+    index = jnp.minimum(index, slots - 1).reshape(batch, -1)
+    taken = jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+    return taken.reshape(batch, kv_heads, spec.widest, *x.shape[2:])
+
+
 def by_head(state: LayerState, spec: LayerSpec) -> Rows:
     """A layer's tokens as `Rows`; empty slots are zeroed."""
-    widest = max(spec.slots)
-
-    def split(x: jax.Array, fill: float) -> jax.Array:
-        if len(set(spec.slots)) == 1:
-            return x.reshape(x.shape[0], len(spec.slots), widest, *x.shape[2:])
-        pad = [(0, 0)] * x.ndim
-        heads = []
-        for start, slots in zip(spec.starts, spec.slots, strict=True):
-            pad[1] = (0, widest - slots)
-            heads.append(jnp.pad(x[:, start : start + slots], pad, constant_values=fill))
-        return jnp.stack(heads, axis=1)
-
-    positions = split(state.positions, EMPTY)
-    kv = split(state.kv, 0)
-    kv = jnp.where((positions == EMPTY)[..., None], jnp.zeros((), kv.dtype), kv)
-    key, value = jnp.split(kv, 2, axis=-1)
-    scores = None if state.scores is None else split(state.scores, 0.0)
+    held = jnp.arange(spec.widest)[None, None] < state.lengths[:, :, None]
+    kv = segments(state.kv, state, spec)
+    key, value = jnp.split(jnp.where(held[..., None], kv, jnp.zeros((), kv.dtype)), 2, axis=-1)
+    positions = jnp.where(held, segments(state.positions, state, spec), EMPTY)
+    scores = None if state.scores is None else jnp.where(held, segments(state.scores, state, spec), 0.0)
     return Rows(key, value, positions, scores)
 
 
 def pack(rows: Rows, spec: LayerSpec) -> LayerState:
     """The layer state that holds `rows`; what lies past a segment's slots must be empty."""
+    kv = jnp.concatenate([rows.key, rows.value], axis=-1).astype(spec.dtype)
+    starts = _shared_starts(rows.lengths, spec) if spec.shared else None
 
-    def join(x: jax.Array, fill: float) -> jax.Array:
+    def join(x: Array, fill: float) -> Array:
         pad = [(0, 0)] * x.ndim
         pad[2] = (0, max(0, max(spec.slots) - x.shape[2]))
         x = jnp.pad(x, pad, constant_values=fill)
-        if len(set(spec.slots)) == 1:
+        if starts is not None:
+            return _place(x, starts, rows.lengths, sum(spec.slots), fill)
+        if spec.is_uniform:
             x = x[:, :, : spec.slots[0]]
             return x.reshape(x.shape[0], -1, *x.shape[3:])
         return jnp.concatenate([x[:, head, :slots] for head, slots in enumerate(spec.slots)], axis=1)
 
-    kv = jnp.concatenate([rows.key, rows.value], axis=-1).astype(spec.dtype)
     return LayerState(
         kv=join(kv, 0),
         positions=join(rows.positions, EMPTY),
         lengths=rows.lengths,
         scores=None if rows.scores is None else join(rows.scores, 0.0),
+        starts=starts,
     )
+
+
+def _shared_starts(lengths: Int[Array, "B K"], spec: LayerSpec) -> Int[Array, "B K"]:
+    """Segments as long as what each head holds, its room, and an equal part of what is left."""
+    spare = (sum(spec.kept) - lengths.sum(-1, keepdims=True)) // lengths.shape[1]
+    ends = jnp.cumsum(lengths + spec.room + jnp.maximum(spare, 0), axis=1)
+    return jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
+
+
+def _place(x: Array, starts: Int[Array, "B K"], lengths: Int[Array, "B K"], slots: int, fill: float) -> Array:
+    """Heads [B, K, C, ...] laid into one row of slots [B, slots, ...], each from its own start."""
+    batch, kv_heads, widest = x.shape[:3]
+    slot = jnp.arange(slots)[None, None]
+    owner = (slot >= starts[:, :, None]).sum(1) - 1
+    offset = slot[:, 0] - jnp.take_along_axis(starts, owner, axis=1)
+    held = offset < jnp.take_along_axis(lengths, owner, axis=1)
+    index = owner * widest + jnp.minimum(offset, widest - 1)
+    tail = (1,) * (x.ndim - 3)
+    flat = x.reshape(batch, kv_heads * widest, *x.shape[3:])
+    taken = jnp.take_along_axis(flat, index.reshape(batch, slots, *tail), axis=1)
+    return jnp.where(held.reshape(batch, slots, *tail), taken, jnp.asarray(fill, x.dtype))
 
 
 def ascending(rows: Rows) -> Rows:
@@ -287,6 +347,7 @@ def write_token(
     key: Float[Array, "B K D"],
     value: Float[Array, "B K D"],
     positions: Int[Array, "B"],
+    scores: Float[Array, "B K"] | None = None,
 ) -> LayerState:
     """Writes one token a row into the given slots of each head's segment.
 
@@ -299,18 +360,20 @@ def write_token(
         key: rotated keys.
         value: values.
         positions: absolute positions.
+        scores: the token's scores, where the state has scores.
     """
-    segment = jnp.asarray(spec.slots, jnp.int32)[None]
-    written = (positions != EMPTY)[:, None] & (slots >= 0) & (slots < segment)
+    written = (positions != EMPTY)[:, None] & (slots >= 0) & (slots < capacities(state, spec))
     # An index past the end is dropped by the scatter; each head has one of its own, so that indices stay unique.
     past_end = state.kv.shape[1] + jnp.arange(len(spec.slots))[None]
-    target = jnp.where(written, slots + jnp.asarray(spec.starts, jnp.int32)[None], past_end)
+    target = jnp.where(written, slots + segment_starts(state, spec), past_end)
     batch = jnp.arange(target.shape[0])[:, None]
-    rows = jnp.concatenate([key, value], axis=-1).astype(state.kv.dtype)
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[batch, target].set(new.astype(old.dtype), mode="drop", unique_indices=True)
+
     return state._replace(
-        kv=state.kv.at[batch, target].set(rows, mode="drop", unique_indices=True),
-        positions=state.positions.at[batch, target].set(
-            jnp.broadcast_to(positions[:, None], target.shape), mode="drop", unique_indices=True
-        ),
+        kv=put(state.kv, jnp.concatenate([key, value], axis=-1)),
+        positions=put(state.positions, jnp.broadcast_to(positions[:, None], target.shape)),
         lengths=jnp.where(written, jnp.maximum(state.lengths, slots + 1), state.lengths),
+        scores=state.scores if state.scores is None or scores is None else put(state.scores, scores),
     )

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from kvjax.state import EMPTY, Cache
+from kvjax.state import Cache, segment_starts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,13 @@ def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
     """The absolute positions that are held, ascending: [layer][row][KV head] -> int array."""
     layers = []
     for spec, state in zip(cache.specs, cache.layers, strict=True):
-        positions = np.asarray(state.positions)
-        segments = [positions[:, start : start + slots] for start, slots in zip(spec.starts, spec.slots, strict=True)]
+        positions, lengths = np.asarray(state.positions), np.asarray(state.lengths)
+        starts = np.asarray(segment_starts(state, spec))
         layers.append(
-            [[np.sort(head[row][head[row] != EMPTY]) for head in segments] for row in range(positions.shape[0])]
+            [
+                [np.sort(row[start : start + length]) for start, length in zip(*bounds, strict=True)]
+                for row, *bounds in zip(positions, starts, lengths, strict=True)
+            ]
         )
     return layers
 

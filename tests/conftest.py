@@ -5,14 +5,16 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import beartype
-from jaxtyping import install_import_hook
+import jaxtyping
 
 # An int where a float is asked for is fine (PEP 484); the hook takes its checker by name only.
 beartype.beartype = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
 # Every annotated shape is checked in every call that is traced.
-install_import_hook(["kvjax", "kvjax_kernels", "kvjax_models"], "beartype.beartype")
+jaxtyping.install_import_hook(["kvjax", "kvjax_kernels", "kvjax_models"], "beartype.beartype")
 
 import pathlib
+from collections.abc import Iterator
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -39,3 +41,20 @@ def smollm2() -> kvjax_models.Loaded:
 def tiny(parity: pathlib.Path) -> kvjax_models.Llama:
     """A random Llama of four layers, eight query and two KV heads of 16, with peaky attention."""
     return kvjax_models.load(parity / "tiny_seed0").params
+
+
+@pytest.fixture
+def no_shape_checks() -> Iterator[None]:
+    """Switches off the check of annotations, which would come before the messages that users see."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def _few_memory_maps() -> Iterator[None]:
+    """Drops compiled programs before the kernel's limit of mappings is reached, past which LLVM crashes."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()

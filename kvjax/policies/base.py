@@ -4,13 +4,12 @@ B batch, T tokens of this call, N query heads, K KV heads, S slots, D head dim.
 """
 
 import abc
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import merge_current
 from kvjax.rope import Rotation, rotate_one
 from kvjax.state import (
     EMPTY,
@@ -21,10 +20,11 @@ from kvjax.state import (
     append_rows,
     ascending,
     by_head,
+    capacities,
     pack,
     write_token,
 )
-from kvjax_kernels import extend_attention, prefill_attention, ragged_decode_attention
+from kvjax_kernels import DecodeAttention, extend_attention, prefill_attention, ragged_decode_attention
 
 
 class Asked(NamedTuple):
@@ -32,11 +32,18 @@ class Asked(NamedTuple):
 
     Attributes:
         query: [B, T, N, D], rotated to `positions`.
+        unrotated: the same before RoPE.
         positions: [B, T], `EMPTY` for pads.
+        log_sum_exp: [B, N, T], of each query's scaled scores over all that it saw; None unless the policy asks for
+            it by `needs_log_sum_exp`.
+        rope: the model's position embedding.
     """
 
     query: Float[Array, "B T N D"]
+    unrotated: Float[Array, "B T N D"]
     positions: Int[Array, "B T"]
+    log_sum_exp: Float[Array, "B N T"] | None
+    rope: Rotation
 
 
 class Policy(abc.ABC):
@@ -49,6 +56,9 @@ class Policy(abc.ABC):
     A subclass says how many tokens each head keeps (`kept_tokens`) and which (`compress`); tokens that are decoded
     later are appended, unless it overrides `decode`.
     """
+
+    #: Whether `compress` uses `Asked.log_sum_exp`; some attention kernels do not give it out.
+    needs_log_sum_exp: ClassVar[bool] = False
 
     @abc.abstractmethod
     def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
@@ -96,7 +106,7 @@ class Policy(abc.ABC):
 
     def free_slots(self, spec: LayerSpec, state: LayerState) -> Int[Array, "B"] | None:
         """Tokens that each row can still take by `decode`; None where there is no end."""
-        return (jnp.asarray(spec.slots, jnp.int32)[None] - state.lengths).min(-1)
+        return (capacities(state, spec) - state.lengths).min(-1)
 
     def is_bounded(self, prompt_length: int, max_positions: int) -> bool:
         """Whether no token is ever rotated further than a model of `max_positions` was trained for.
@@ -127,10 +137,11 @@ class Policy(abc.ABC):
             positions: 0 to n - 1, then `EMPTY` for the pads of a shorter row.
             rope: the model's position embedding.
         """
+        unrotated = query
         query, key = rope.rotate(query, positions), rope.rotate(key, positions)
-        output, _ = prefill_attention(query, key, value)
+        output, log_sum_exp = prefill_attention(query, key, value, log_sum_exp=self.needs_log_sum_exp)
         rows = prompt_rows(key, value, positions)
-        return output, pack(self.compress(spec, rows, Asked(query, positions)), spec)
+        return output, pack(self.compress(spec, rows, Asked(query, unrotated, positions, log_sum_exp, rope)), spec)
 
     def extend(
         self,
@@ -156,12 +167,15 @@ class Policy(abc.ABC):
             rope: the model's position embedding.
             held_spec: the shape of `state`, where it differs from `spec`.
         """
+        unrotated = query
         query, key = rope.rotate(query, positions), rope.rotate(key, positions)
         rows = append_rows(by_head(state, held_spec or spec), prompt_rows(key, value, positions))
-        output, _ = extend_attention(
+        output, log_sum_exp = extend_attention(
             query, rows.key.astype(query.dtype), rows.value.astype(query.dtype), positions, rows.positions
         )
-        return output, pack(self.compress(spec, ascending(rows), Asked(query, positions)), spec)
+        return output, pack(
+            self.compress(spec, ascending(rows), Asked(query, unrotated, positions, log_sum_exp, rope)), spec
+        )
 
     def decode(
         self,
@@ -175,7 +189,7 @@ class Policy(abc.ABC):
     ) -> tuple[Float[Array, "B N D"], LayerState]:
         """Attention of one token a row over the cache and itself, and the state that has it too.
 
-        The output of a row without a free slot is NaN: its token cannot be kept.
+        The output of a row without a free slot is NaN, and its state stays as it is: the token cannot be kept.
 
         Args:
             spec: the layer's shape.
@@ -187,11 +201,36 @@ class Policy(abc.ABC):
             rope: the model's position embedding.
         """
         query, key = rotate_one(rope, query, positions), rotate_one(rope, key, positions)
-        cached = ragged_decode_attention(query, state.kv, state.lengths, segments=spec.slots)
-        output, _ = merge_current(cached.output, cached.log_sum_exp, query, key, value)
-        full = (state.lengths >= jnp.asarray(spec.slots, jnp.int32)[None]).any(-1) & (positions != EMPTY)
+        output = self.attend_cached(spec, state, query, key, value).output
+        full = (state.lengths >= capacities(state, spec)).any(-1) & (positions != EMPTY)
         output = jnp.where(full[:, None, None], jnp.nan, output).astype(query.dtype)
-        return output, write_token(state, spec, state.lengths, key, value, positions)
+        return output, write_token(state, spec, state.lengths, key, value, jnp.where(full, EMPTY, positions))
+
+    def attend_cached(
+        self,
+        spec: LayerSpec,
+        state: LayerState,
+        query: Float[Array, "B N D"],
+        key: Float[Array, "B K D"],
+        value: Float[Array, "B K D"],
+        *,
+        sink_query: Float[Array, "B N D"] | None = None,
+        sinks: int = 0,
+        token_attention: bool = False,
+    ) -> DecodeAttention:
+        """Attention of one rotated token a row over the cache and itself."""
+        return ragged_decode_attention(
+            query,
+            state.kv,
+            state.lengths,
+            segments=None if spec.shared else spec.slots,
+            starts=state.starts,
+            own_key=key,
+            own_value=value,
+            sink_query=sink_query,
+            sinks=sinks,
+            token_attention=token_attention,
+        )
 
 
 def prompt_rows(key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], positions: Int[Array, "B T"]) -> Rows:
@@ -205,3 +244,14 @@ def seen_tokens(rows: Rows) -> Int[Array, "B K"]:
     """Tokens that each row has seen, kept or not: the newest is always there."""
     newest = rows.positions.max(-1).max(-1, keepdims=True)
     return jnp.broadcast_to(newest + 1, rows.positions.shape[:2])
+
+
+def last_queries(asked: Asked, count: int) -> tuple[Float[Array, "B W N D"], Int[Array, "B W"]]:
+    """The last `count` queries of each row, and their positions, `EMPTY` where a row has fewer."""
+    length = asked.positions.shape[1]
+    tokens = (asked.positions != EMPTY).sum(-1, dtype=jnp.int32)
+    index = tokens[:, None] - count + jnp.arange(count)[None]
+    inside = jnp.clip(index, 0, length - 1)
+    query = jnp.take_along_axis(asked.query, inside[:, :, None, None], axis=1)
+    positions = jnp.take_along_axis(asked.positions, inside, axis=1)
+    return query, jnp.where(index < 0, EMPTY, positions)

@@ -15,11 +15,11 @@ from kvjax.allocation import (
     check_rows,
     from_compression_ratio,
 )
-from kvjax.attention import merge, merge_current
+from kvjax.attention import streaming_extend_attention, streaming_prefill_attention
+from kvjax.eviction import ring_rows, ring_slot
 from kvjax.policies.base import Asked, Policy, prompt_rows, seen_tokens
 from kvjax.rope import Rotation, rotate_one
 from kvjax.state import (
-    EMPTY,
     LayerSpec,
     LayerState,
     ModelSpec,
@@ -31,7 +31,6 @@ from kvjax.state import (
     take_rows,
     write_token,
 )
-from kvjax_kernels import extend_attention, prefill_attention, ragged_decode_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,16 +120,8 @@ class StreamingLLM(Policy):
         del asked
         seen = seen_tokens(rows)
         total = budget_lengths(self.total, seen, max_length=spec.max_length)
-        kept = jnp.minimum(total, rows.lengths)[..., None]
-        window = self._ring(kept)
-        oldest = seen[..., None] - (kept - self.sinks)
-        place = jnp.arange(spec.slots[0])[None, None] - self.sinks
-        # The window's tokens are the last rows; the one at position p belongs to slot (p - sinks) % window.
-        age_order = jnp.mod(place - (oldest - self.sinks), window)
-        index = jnp.where(place < 0, place + self.sinks, rows.lengths[..., None] - (kept - self.sinks) + age_order)
-        index = jnp.where(kept <= self.sinks, place + self.sinks, index)
-        chosen = place + self.sinks < kept
-        return take_rows(rows, jnp.where(chosen, index, 0), chosen)
+        kept = jnp.minimum(total, rows.lengths)
+        return take_rows(rows, *ring_rows(rows, seen, kept, self._ring(kept), sinks=self.sinks, slots=spec.slots[0]))
 
     def prefill(
         self,
@@ -147,14 +138,10 @@ class StreamingLLM(Policy):
         window = self.total - self.sinks
         assert isinstance(window, int)
         rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
+        to_sinks = rope.rotate(query, self._places(positions))
+        output = streaming_prefill_attention(rotated, to_sinks, key, value, positions, window=window, sinks=self.sinks)
         rows = prompt_rows(key, value, positions)
-        output, log_sum_exp = prefill_attention(rotated, key, value, window=window)
-        assert log_sum_exp is not None
-        if self.sinks:
-            # The band shows the sinks to the first tokens; the others see them beside it.
-            outside = jnp.maximum(positions - window - 1, EMPTY)
-            output = self._with_sinks(output, log_sum_exp, rope.rotate(query, self._places(positions)), outside, rows)
-        return output, pack(self.compress(spec, rows, Asked(rotated, positions)), spec)
+        return output, pack(self.compress(spec, rows, Asked(rotated, query, positions, None, rope)), spec)
 
     def extend(
         self,
@@ -174,22 +161,14 @@ class StreamingLLM(Policy):
         rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
         held = by_head(state, held_spec or spec)
         rows = ascending(append_rows(held, prompt_rows(key, value, positions)))
-        window = self.total - self.sinks if self.prefill_mask == "streaming" else None
+        places = state.lengths[:, :1] + jnp.arange(positions.shape[1])[None]
+        window = None
+        if self.prefill_mask == "streaming":
+            places, window = self._places(positions), self.total - self.sinks
         assert not isinstance(window, float)
-        output, log_sum_exp = extend_attention(
-            rotated,
-            rows.key.astype(query.dtype),
-            rows.value.astype(query.dtype),
-            positions,
-            jnp.where(rows.positions < self.sinks, EMPTY, rows.positions),
-            window=window,
-        )
-        if self.sinks:
-            places = state.lengths[:, :1] + jnp.arange(positions.shape[1])[None]
-            if self.prefill_mask == "streaming":
-                places = self._places(positions)
-            output = self._with_sinks(output, log_sum_exp, rope.rotate(query, places), positions, rows)
-        return output, pack(self.compress(spec, rows, Asked(rotated, positions)), spec)
+        to_sinks = rope.rotate(query, places)
+        output = streaming_extend_attention(rotated, to_sinks, rows, positions, window=window, sinks=self.sinks)
+        return output, pack(self.compress(spec, rows, Asked(rotated, query, positions, None, rope)), spec)
 
     def decode(
         self,
@@ -204,19 +183,18 @@ class StreamingLLM(Policy):
         """See `Policy.decode`. Overwrites the oldest token of the window."""
         rotated, key = rotate_one(rope, query, positions), rotate_one(rope, key, positions)
         capped = self.positions == "cache" and self.sinks > 0
-        cached = ragged_decode_attention(
+        attention = self.attend_cached(
+            spec,
+            state,
             rotated,
-            state.kv,
-            state.lengths,
-            segments=spec.slots,
+            key,
+            value,
             sink_query=rotate_one(rope, query, state.lengths[:, 0]) if capped else None,
             sinks=self.sinks if capped else 0,
         )
-        output, _ = merge_current(cached.output, cached.log_sum_exp, rotated, key, value)
-        place = positions[:, None]
-        window = self._ring(state.lengths)
-        slots = jnp.where(place < self.sinks, place, self.sinks + jnp.mod(place - self.sinks, window))
-        return output.astype(query.dtype), write_token(state, spec, slots, key, value, positions)
+        place = jnp.broadcast_to(positions[:, None], state.lengths.shape)
+        slots = ring_slot(place, self._ring(state.lengths), sinks=self.sinks)
+        return attention.output.astype(query.dtype), write_token(state, spec, slots, key, value, positions)
 
     def _places(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
         """Where a token stands in the cache, seen from the sinks, when it is decoded."""
@@ -231,28 +209,3 @@ class StreamingLLM(Policy):
         if isinstance(self.total, int):
             return jnp.full_like(kept, self.total - self.sinks)
         return jnp.maximum(kept - self.sinks, 1)
-
-    def _with_sinks(
-        self,
-        output: Float[Array, "B T N D"],
-        log_sum_exp: Float[Array, "B N T"],
-        query: Float[Array, "B T N D"],
-        sees_up_to: Int[Array, "B T"],
-        rows: Rows,
-    ) -> Float[Array, "B T N D"]:
-        """Adds the sinks to attention over other tokens; `query` is rotated to its place for the sinks."""
-        sinks = rows.positions[:, :, : self.sinks]
-        to_sinks, sink_log_sum_exp = extend_attention(
-            query,
-            rows.key[:, :, : self.sinks].astype(query.dtype),
-            rows.value[:, :, : self.sinks].astype(query.dtype),
-            sees_up_to,
-            jnp.where(sinks < self.sinks, sinks, EMPTY),
-        )
-        merged, _ = merge(
-            output.astype(jnp.float32),
-            log_sum_exp.swapaxes(1, 2),
-            to_sinks.astype(jnp.float32),
-            sink_log_sum_exp.swapaxes(1, 2),
-        )
-        return merged.astype(query.dtype)

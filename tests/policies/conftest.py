@@ -27,9 +27,9 @@ class Stream:
     """
 
     model: kvjax.ModelSpec
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
 
     def spec(self, policy: kvjax.Policy, prompt: int, new: int) -> kvjax.LayerSpec:
         return policy.layer_specs(self.model, prompt, new)[0]
@@ -41,8 +41,10 @@ class Stream:
 
     def take(self, positions: jax.Array, rows: slice = slice(None)) -> tuple[jax.Array, ...]:
         """Queries, keys and values at positions [B, T]; rubbish at pads."""
-        index = jnp.maximum(positions, 0)[:, :, None, None]
-        return tuple(jnp.take_along_axis(x[rows], index, axis=1) for x in (self.query, self.key, self.value))
+        index = np.maximum(np.asarray(positions), 0)[:, :, None, None]
+        return tuple(
+            jnp.asarray(np.take_along_axis(x[rows], index, axis=1)) for x in (self.query, self.key, self.value)
+        )
 
     def prefill(self, policy, spec, positions, rows=slice(None)):
         return _prefill(policy, spec, *self.take(positions, rows), positions, self.model.rope)
@@ -78,17 +80,21 @@ def _rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 6))
+# Compiling takes most of these tests' time, and speed is not what they are about.
+_QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 6), compiler_options=_QUICKLY)
 def _prefill(policy, spec, query, key, value, positions, rope):
     return policy.prefill(spec, query, key, value, positions, rope)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 7, 8))
+@functools.partial(jax.jit, static_argnums=(0, 1, 7, 8), compiler_options=_QUICKLY)
 def _extend(policy, spec, state, query, key, value, positions, rope, held_spec):
     return policy.extend(spec, state, query, key, value, positions, rope, held_spec=held_spec)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 7))
+@functools.partial(jax.jit, static_argnums=(0, 1, 7), compiler_options=_QUICKLY)
 def _decode(policy, spec, state, query, key, value, positions, rope):
     return policy.decode(spec, state, query, key, value, positions, rope)
 
@@ -99,7 +105,7 @@ def make_stream():
 
     @functools.cache
     def make(*, group: int = 3, dtype: str = "float32", rows: int = 2, length: int = 100, kv_heads: int = 2) -> Stream:
-        keys = jax.random.split(jax.random.key(group), 3)
+        rng = np.random.default_rng(group)
         model = kvjax.ModelSpec(
             num_layers=1,
             num_query_heads=group * kv_heads,
@@ -113,8 +119,8 @@ def make_stream():
         shapes = [(rows, length, heads, HEAD_DIM) for heads in (group * kv_heads, kv_heads, kv_heads)]
         # Scores with a spread of several units, so that attention is peaky and choices do not tie.
         query, key, value = (
-            (scale * jax.random.normal(k, shape)).astype(dtype)
-            for k, shape, scale in zip(keys, shapes, (2.0, 1.5, 1.0), strict=True)
+            (scale * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
+            for shape, scale in zip(shapes, (2.0, 1.5, 1.0), strict=True)
         )
         return Stream(model, query, key, value)
 

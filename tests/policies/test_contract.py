@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.state import capacities, segment_starts
 
 BUDGET = 16
+
+
+def cache_places(kept: np.ndarray, position: int) -> np.ndarray:
+    """Places in the cache: 0, 1, 2, ... in order of position, the query last."""
+    return np.arange(len(kept) + 1)
+
+
+def same_for_all_heads(budget: int, length: int) -> tuple[int, int]:
+    """What both heads hold."""
+    return min(budget, length), min(budget, length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,28 +32,62 @@ class Case:
         make: the policy for a budget.
         evicts: whether decoding keeps the cache at its size.
         places: positions that kept keys, and the query behind them, are rotated to; None for absolute ones.
+        held: tokens that the two heads hold of a prompt.
+        recent: last tokens that are never evicted.
+        fractions: whether the budget may be one.
+        unbounded: whether some heads keep all.
     """
 
     make: Callable[[int | float], kvjax.Policy]
     evicts: bool = False
     places: Callable[[np.ndarray, int], np.ndarray] | None = None
+    held: Callable[[int, int], tuple[int, int]] = same_for_all_heads
+    recent: int = 4
+    fractions: bool = True
+    unbounded: bool = False
 
 
-def cache_places(kept: np.ndarray, position: int) -> np.ndarray:
-    """Places in the cache: 0, 1, 2, ... in order of position, the query last."""
-    return np.arange(len(kept) + 1)
+def kvpress_like(policy: kvjax.ScoredPolicy, budget: int | float) -> kvjax.Policy:
+    return dataclasses.replace(policy, budget=budget)
 
 
+def duo(budget: int | float, prefill_mask: str = "dense") -> kvjax.Policy:
+    assert isinstance(budget, int)
+    pattern = kvjax.HeadPattern.of([[0.1, 0.9]])
+    return kvjax.DuoAttention(pattern=pattern, sparsity=0.5, sinks=4, recent=budget - 4, prefill_mask=prefill_mask)
+
+
+def duo_held(budget: int, length: int) -> tuple[int, int]:
+    return min(budget, length), length
+
+
+SNAPKV = {"window": 4, "kernel": 3}
 POLICIES = {
+    "full": Case(lambda b: kvjax.Full(), held=lambda b, n: (n, n), fractions=False, unbounded=True),
     "streaming_llm": Case(lambda b: kvjax.StreamingLLM(budget=b), True, cache_places),
     "streaming_llm_no_sinks": Case(lambda b: kvjax.StreamingLLM(budget=b, sinks=0), True, cache_places),
     "streaming_llm_absolute": Case(lambda b: kvjax.StreamingLLM(budget=b, positions="absolute"), True),
-    "streaming_llm_masked": Case(lambda b: kvjax.StreamingLLM(budget=b, prefill_mask="streaming"), True, cache_places),
-    "snapkv": Case(lambda b: kvjax.SnapKV(budget=b, window=4, kernel=3)),
-    "snapkv_kvpress": Case(
-        lambda b: dataclasses.replace(kvjax.SnapKV.kvpress(compression_ratio=0.5, window_size=4), budget=b)
+    "streaming_llm_masked": Case(
+        lambda b: kvjax.StreamingLLM(budget=b, prefill_mask="streaming"), True, cache_places, fractions=False
     ),
-    "snapkv_max": Case(lambda b: kvjax.SnapKV(budget=b, window=4, kernel=3, group_reduce="max", sinks=2)),
+    "h2o": Case(lambda b: kvjax.H2O(budget=b, sinks=2), True),
+    "h2o_mean": Case(lambda b: kvjax.H2O(budget=b, sinks=2, recent_tokens=5, normalise="mean"), True),
+    "h2o_kvpress": Case(lambda b: kvpress_like(kvjax.H2O.kvpress(compression_ratio=0.5), b), recent=0),
+    "h2o_pyramid": Case(lambda b: kvjax.H2O(budget=b, sinks=2, allocation=kvjax.Pyramid()), True),
+    "snapkv": Case(lambda b: kvjax.SnapKV(budget=b, **SNAPKV)),
+    "snapkv_kvpress": Case(lambda b: kvpress_like(kvjax.SnapKV.kvpress(compression_ratio=0.5, window_size=4), b)),
+    "snapkv_max": Case(lambda b: kvjax.SnapKV(budget=b, **SNAPKV, group_reduce="max", sinks=2)),
+    "snapkv_evicting": Case(lambda b: kvjax.SnapKV(budget=b, **SNAPKV, evict="decode"), True),
+    "pyramidkv": Case(lambda b: kvjax.PyramidKV(budget=b, **SNAPKV)),
+    "tova": Case(lambda b: kvjax.TOVA(budget=b), True),
+    "tova_kvpress": Case(lambda b: kvpress_like(kvjax.TOVA.kvpress(compression_ratio=0.5), b), recent=1),
+    "knorm": Case(lambda b: kvjax.Knorm(budget=b)),
+    "knorm_evicting": Case(lambda b: kvjax.Knorm(budget=b, evict="decode"), True),
+    "expected_attention": Case(lambda b: kvjax.ExpectedAttention(budget=b, future=16), recent=0),
+    "ada_kv": Case(lambda b: kvjax.AdaKV(budget=b, **SNAPKV)),
+    "ada_h2o": Case(lambda b: kvjax.AdaKV.over(kvjax.H2O(budget=b, sinks=2, evict="prompt"))),
+    "duo": Case(duo, held=duo_held, fractions=False, unbounded=True),
+    "duo_masked": Case(lambda b: duo(b, "streaming"), held=duo_held, fractions=False, unbounded=True),
 }
 # Every group size with every policy; each dtype with small and large groups.
 GROUPS_AND_DTYPES = [(1, "bfloat16"), (3, "float32"), (4, "float32"), (8, "bfloat16")]
@@ -62,9 +107,14 @@ def policy(case: Case) -> kvjax.Policy:
 
 
 def kept(spec: kvjax.LayerSpec, state: kvjax.LayerState, row: int, head: int) -> np.ndarray:
-    start = spec.starts[head]
-    positions = np.asarray(state.positions)[row, start : start + spec.slots[head]]
-    return np.sort(positions[positions != kvjax.EMPTY])
+    segment = segment_of(spec, state, row, head)
+    return np.sort(segment[segment != kvjax.EMPTY])
+
+
+def segment_of(spec: kvjax.LayerSpec, state: kvjax.LayerState, row: int, head: int) -> np.ndarray:
+    """The positions in all slots of a head."""
+    start, slots = (int(f(state, spec)[row, head]) for f in (segment_starts, capacities))
+    return np.asarray(state.positions)[row, start : start + slots]
 
 
 def assert_close(actual: jax.typing.ArrayLike, expected: jax.typing.ArrayLike, dtype: str = "float32") -> None:
@@ -89,6 +139,7 @@ def test_every_step_equals_masked_dense_attention(case, policy, make_stream, gro
         output, state = stream.decode(policy, spec, state, positions)
         if step % 5 and step != STEPS - 1:
             continue
+        output = np.asarray(output)
         for row in range(2):
             for head in range(stream.model.num_query_heads):
                 position = int(LENGTHS[row]) + step
@@ -119,7 +170,7 @@ def test_the_prompt_sees_full_attention(case, policy, make_stream):
     stream = make_stream()
     _, output, _ = rows_after_prefill(stream, policy)
     if getattr(policy, "prefill_mask", "dense") == "streaming":
-        pytest.skip("its prompt sees what decoding would: test_streaming_llm.py")
+        pytest.skip("its prompt sees what decoding would: test_streaming_llm.py, test_duo_attention.py")
     for row, position in ((0, 0), (0, 40), (1, 25)):
         for head in range(stream.model.num_query_heads):
             expected = stream.expected(row, head, position, np.arange(position + 1))
@@ -129,28 +180,38 @@ def test_the_prompt_sees_full_attention(case, policy, make_stream):
 def test_keeps_its_budget_to_the_token_and_the_byte(case, policy, make_stream):
     stream = make_stream()
     spec, _, state = rows_after_prefill(stream, policy)
-    assert (np.asarray(state.lengths) == BUDGET).all()
-    slots = BUDGET if case.evicts else BUDGET + STEPS
+    expected = np.asarray([case.held(BUDGET, length) for length in LENGTHS])
+    held = np.asarray(state.lengths)
+    if spec.shared:
+        # Heads may differ; their total may not.
+        held, expected = held.sum(1), expected.sum(1)
+    np.testing.assert_array_equal(held, expected)
+    room = 0 if case.evicts else STEPS
+    slots = 2 * (BUDGET + room)
+    if case.unbounded:
+        slots = sum(count + (STEPS if count == WIDTH else 0) for count in case.held(BUDGET, WIDTH))
     kv_heads, head_dim = stream.model.num_kv_heads, stream.model.head_dim
-    assert spec.slots == (slots,) * kv_heads
     # kv rows in float32, one int32 position a slot, one int32 length a head.
-    by_hand = 2 * kv_heads * (slots * (2 * head_dim * 4 + 4) + 4)
+    by_hand = 2 * (slots * (2 * head_dim * 4 + 4) + kv_heads * 4)
     if state.scores is not None:
-        by_hand += 2 * kv_heads * slots * 4
+        by_hand += 2 * slots * 4
+    if spec.shared:
+        by_hand += 2 * kv_heads * 4
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == by_hand
     for step in range(STEPS):
         _, state = stream.decode(policy, spec, state, jnp.asarray(LENGTHS + step, jnp.int32))
-        assert (np.asarray(state.lengths) <= slots).all()
-    assert (np.asarray(state.lengths) == (BUDGET if case.evicts else BUDGET + STEPS)).all()
+        assert (np.asarray(state.lengths).sum(1) <= slots).all()
+    if case.evicts:
+        np.testing.assert_array_equal(state.lengths, BUDGET)
 
 
 def test_a_fraction_is_of_each_rows_own_prompt(case, make_stream):
     stream = make_stream()
-    if getattr(case.make(BUDGET), "prefill_mask", "dense") == "streaming":
-        pytest.skip("its mask needs a budget in tokens")
+    if not case.fractions:
+        pytest.skip("it has no such budget")
     policy = case.make(0.4)
     _, _, state = rows_after_prefill(stream, policy)
-    np.testing.assert_array_equal(state.lengths, [[16, 16], [10, 10]])
+    np.testing.assert_array_equal(state.lengths.sum(1), [2 * 16, 2 * 10])
 
 
 def test_positions_are_unique_and_tokens_a_prefix_of_their_segment(policy, make_stream):
@@ -159,8 +220,8 @@ def test_positions_are_unique_and_tokens_a_prefix_of_their_segment(policy, make_
     for step in range(STEPS):
         _, state = stream.decode(policy, spec, state, jnp.asarray(LENGTHS + step, jnp.int32))
         for row in range(2):
-            for head, start in enumerate(spec.starts):
-                segment = np.asarray(state.positions)[row, start : start + spec.slots[head]]
+            for head in range(2):
+                segment = segment_of(spec, state, row, head)
                 length = int(state.lengths[row, head])
                 assert (segment[:length] >= 0).all()
                 assert (segment[length:] == kvjax.EMPTY).all()
@@ -252,8 +313,8 @@ def test_an_equal_policy_does_not_trace_again(case, make_stream):
 
 
 def test_a_second_turn_sees_what_is_kept_and_itself(case, policy, make_stream):
-    if case.places is not None:
-        pytest.skip("its places in a second turn: test_streaming_llm.py")
+    if case.places is not None or getattr(policy, "prefill_mask", "dense") == "streaming":
+        pytest.skip("what its second turn sees: test_streaming_llm.py, test_duo_attention.py")
     stream = make_stream()
     spec, _, state = rows_after_prefill(stream, policy)
     added = np.asarray([6, 11])
@@ -267,7 +328,8 @@ def test_a_second_turn_sees_what_is_kept_and_itself(case, policy, make_stream):
                 seen = np.append(kept(spec, state, row, head // 3), np.arange(LENGTHS[row], position + 1))
                 expected = stream.expected(row, head, position, seen)
                 assert_close(output[row, index, head], expected)
-    np.testing.assert_array_equal(extended.lengths, BUDGET)
+    total = [sum(case.held(BUDGET, int(length))) for length in LENGTHS + added]
+    np.testing.assert_array_equal(extended.lengths.sum(1), total)
 
 
 def test_a_second_turn_keeps_the_budget_and_goes_on(case, policy, make_stream):
@@ -277,10 +339,11 @@ def test_a_second_turn_keeps_the_budget_and_goes_on(case, policy, make_stream):
     turn = stream.positions(added, 11, start=LENGTHS)
     new_spec = stream.spec(policy, WIDTH + 16, 4)
     _, state = stream.extend(policy, new_spec, state, turn, held_spec=spec)
-    np.testing.assert_array_equal(state.lengths, BUDGET)
+    total = [sum(case.held(BUDGET, int(length))) for length in LENGTHS + added]
+    np.testing.assert_array_equal(state.lengths.sum(1), total)
     for row in range(2):
-        newest = LENGTHS[row] + added[row] - 1
-        assert set(range(newest - 3, newest + 1)) <= set(kept(new_spec, state, row, 0))
+        newest = int(LENGTHS[row] + added[row]) - 1
+        assert set(range(newest - case.recent + 1, newest + 1)) <= set(kept(new_spec, state, row, 0))
     _, state = stream.decode(policy, new_spec, state, jnp.asarray(LENGTHS + added, jnp.int32))
     assert int(state.positions.max()) == int((LENGTHS + added).max())
 
@@ -289,9 +352,11 @@ def test_a_token_without_a_slot_is_loud(case, policy, make_stream):
     if case.evicts:
         pytest.skip("it has a slot for every token")
     stream = make_stream()
-    spec, _, state = rows_after_prefill(stream, policy, new=1)
-    fine, state = stream.decode(policy, spec, state, jnp.asarray(LENGTHS, jnp.int32))
-    lost, after = stream.decode(policy, spec, state, jnp.asarray(LENGTHS + 1, jnp.int32))
+    lengths = np.asarray([41, 41])
+    spec = stream.spec(policy, 41, 1)
+    _, state = stream.prefill(policy, spec, stream.positions(lengths, 41))
+    fine, state = stream.decode(policy, spec, state, jnp.asarray(lengths, jnp.int32))
+    lost, after = stream.decode(policy, spec, state, jnp.asarray(lengths + 1, jnp.int32))
     assert np.isfinite(fine).all()
     assert np.isnan(lost).all()
     np.testing.assert_array_equal(state.kv, after.kv)

@@ -1,0 +1,217 @@
+"""DuoAttention: the full cache for heads that retrieve, sinks and a window for the others."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.allocation import check_choice
+from kvjax.attention import streaming_extend_attention, streaming_prefill_attention
+from kvjax.eviction import ring_rows, ring_slot
+from kvjax.head_pattern import HeadPattern
+from kvjax.policies.base import Asked, Policy, prompt_rows, seen_tokens
+from kvjax.rope import Rotation, rotate_one
+from kvjax.state import (
+    EMPTY,
+    LayerSpec,
+    LayerState,
+    ModelSpec,
+    Rows,
+    append_rows,
+    ascending,
+    by_head,
+    capacities,
+    pack,
+    take_rows,
+    write_token,
+)
+from kvjax_kernels import extend_attention, prefill_attention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DuoAttention(Policy):
+    """Keeps everything for retrieval heads, and the first `sinks` and last `recent` tokens for streaming heads.
+
+    Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (arXiv
+    2410.10819). Which head does what is decided before serving, by a pattern that was learned for the model; nothing
+    is scored at run time. Positions are absolute for all heads. A streaming head's segment really has only
+    `sinks + recent` slots. A decoded token sees sinks, the last `recent` tokens and itself.
+
+    Attributes:
+        pattern: a score for every KV head of the model.
+        sparsity: share of streaming heads, the lowest scores; None where `threshold` is given.
+        threshold: heads with a lower score stream; published patterns keep 81 to 95 % of the heads at 0.5.
+        sinks: 64 (the paper's quality setting; 128 for efficiency).
+        recent: 256.
+        prefill_mask: "dense", causal attention over a prompt for all heads (the authors' evaluation), or
+            "streaming", where tokens of streaming heads see only what they would see if they were decoded.
+    """
+
+    pattern: HeadPattern
+    sparsity: float | None = None
+    threshold: float | None = None
+    sinks: int = 64
+    recent: int = 256
+    prefill_mask: Literal["dense", "streaming"] = "dense"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, HeadPattern):
+            raise ValueError(f"`pattern` must be a kvjax.HeadPattern, got {type(self.pattern).__name__}.")
+        if self.sinks < 0:
+            raise ValueError(f"`sinks` must not be negative, got {self.sinks}.")
+        if self.recent < 1:
+            raise ValueError(f"`recent` must be at least 1 token, got {self.recent}.")
+        check_choice("prefill_mask", self.prefill_mask, ("dense", "streaming"))
+        if self.sparsity is None and self.threshold is None:
+            object.__setattr__(self, "sparsity", 0.5)
+        self.pattern.streaming_heads(sparsity=self.sparsity, threshold=self.threshold)
+
+    @classmethod
+    def kvpress(
+        cls, *, head_scores: np.ndarray, head_compression_ratio: float, sink_size: int, recent_size: int
+    ) -> "DuoAttention":
+        """Kvpress's DuoAttentionPress, which only masks what is dropped here for real."""
+        pattern = HeadPattern.of(head_scores)
+        return cls(pattern=pattern, sparsity=head_compression_ratio, sinks=sink_size, recent=recent_size)
+
+    def streaming(self, layer: int) -> np.ndarray:
+        """Which KV heads of a layer stream, [K] bool."""
+        return np.asarray(self.pattern.streaming_heads(sparsity=self.sparsity, threshold=self.threshold)[layer])
+
+    def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
+        """See `Policy.kept_tokens`."""
+        shape = np.asarray(self.pattern.scores).shape
+        if shape != (model.num_layers, model.num_kv_heads):
+            raise ValueError(
+                f"`pattern` must have a score for each of the model's {model.num_layers} layers and "
+                f"{model.num_kv_heads} KV heads, got {shape[0]} and {shape[1]}."
+            )
+        ring = min(self.sinks + self.recent, max_length)
+        return [
+            tuple(ring if streams else max_length for streams in self.streaming(layer))
+            for layer in range(model.num_layers)
+        ]
+
+    def layer_specs(
+        self, model: ModelSpec, prompt_length: int, max_new_tokens: int, *, dtype: str | None = None
+    ) -> tuple[LayerSpec, ...]:
+        """See `Policy.layer_specs`. A ring has no more slots than there will be tokens."""
+        most = prompt_length + max_new_tokens
+        ring = min(self.sinks + self.recent, most)
+        return tuple(
+            dataclasses.replace(spec, slots=tuple(ring if s else most for s in self.streaming(spec.layer)))
+            for spec in super().layer_specs(model, prompt_length, max_new_tokens, dtype=dtype)
+        )
+
+    def free_slots(self, spec: LayerSpec, state: LayerState) -> Int[Array, "B"] | None:
+        """See `Policy.free_slots`. Only retrieval heads can be full, or rings that were made for fewer tokens."""
+        fixed = ~self.streaming(spec.layer) | (np.asarray(spec.slots) < self.sinks + self.recent)
+        if not fixed.any():
+            return None
+        return (capacities(state, spec) - state.lengths)[:, fixed].min(-1)
+
+    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
+        """See `Policy.compress`. A streaming head's window lies in the ring where decoding would have written it."""
+        del asked
+        slots = max(spec.slots)
+        kept = jnp.minimum(rows.lengths, self.sinks + self.recent)
+        ring, in_ring = ring_rows(
+            rows, seen_tokens(rows), kept, jnp.full_like(kept, self.recent), sinks=self.sinks, slots=slots
+        )
+        index = jnp.arange(slots)[None, None]
+        streams = jnp.asarray(self.streaming(spec.layer))[None, :, None]
+        everything = index < rows.lengths[..., None]
+        chosen = jnp.where(streams, in_ring, everything)
+        return take_rows(rows, jnp.where(chosen, jnp.where(streams, ring, index), 0), chosen)
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B T K D"],
+        value: Float[Array, "B T K D"],
+        positions: Int[Array, "B T"],
+        rope: Rotation,
+    ) -> tuple[Float[Array, "B T N D"], LayerState]:
+        """See `Policy.prefill`."""
+        if self.prefill_mask == "dense":
+            return super().prefill(spec, query, key, value, positions, rope)
+        rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
+
+        def attend(query: Array, heads: np.ndarray, streams: bool) -> Array:
+            keys, values = key[:, :, heads], value[:, :, heads]
+            if not streams:
+                return prefill_attention(query, keys, values)[0]
+            return streaming_prefill_attention(
+                query, query, keys, values, positions, window=self.recent, sinks=self.sinks
+            )
+
+        output = self._by_kind(spec, rotated, attend)
+        rows = prompt_rows(key, value, positions)
+        return output, pack(self.compress(spec, rows, Asked(rotated, query, positions, None, rope)), spec)
+
+    def extend(
+        self,
+        spec: LayerSpec,
+        state: LayerState,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B T K D"],
+        value: Float[Array, "B T K D"],
+        positions: Int[Array, "B T"],
+        rope: Rotation,
+        *,
+        held_spec: LayerSpec | None = None,
+    ) -> tuple[Float[Array, "B T N D"], LayerState]:
+        """See `Policy.extend`."""
+        if self.prefill_mask == "dense":
+            return super().extend(spec, state, query, key, value, positions, rope, held_spec=held_spec)
+        rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
+        held = by_head(state, held_spec or spec)
+        rows = ascending(append_rows(held, prompt_rows(key, value, positions)))
+
+        def attend(query: Array, heads: np.ndarray, streams: bool) -> Array:
+            part = Rows(rows.key[:, heads], rows.value[:, heads], rows.positions[:, heads])
+            if streams:
+                return streaming_extend_attention(query, query, part, positions, window=self.recent, sinks=self.sinks)
+            keys, values = part.key.astype(query.dtype), part.value.astype(query.dtype)
+            return extend_attention(query, keys, values, positions, part.positions)[0]
+
+        output = self._by_kind(spec, rotated, attend)
+        return output, pack(self.compress(spec, rows, Asked(rotated, query, positions, None, rope)), spec)
+
+    def decode(
+        self,
+        spec: LayerSpec,
+        state: LayerState,
+        query: Float[Array, "B N D"],
+        key: Float[Array, "B K D"],
+        value: Float[Array, "B K D"],
+        positions: Int[Array, "B"],
+        rope: Rotation,
+    ) -> tuple[Float[Array, "B N D"], LayerState]:
+        """See `Policy.decode`. Retrieval heads append, streaming heads overwrite the oldest of their window."""
+        query, key = rotate_one(rope, query, positions), rotate_one(rope, key, positions)
+        output = self.attend_cached(spec, state, query, key, value).output
+        place = jnp.broadcast_to(positions[:, None], state.lengths.shape)
+        ring = ring_slot(place, jnp.full_like(place, self.recent), sinks=self.sinks)
+        slots = jnp.where(jnp.asarray(self.streaming(spec.layer))[None], ring, state.lengths)
+        full = (slots >= capacities(state, spec)).any(-1) & (positions != EMPTY)
+        output = jnp.where(full[:, None, None], jnp.nan, output).astype(query.dtype)
+        return output, write_token(state, spec, slots, key, value, jnp.where(full, EMPTY, positions))
+
+    def _by_kind(self, spec: LayerSpec, query: Float[Array, "B T N D"], attend) -> Float[Array, "B T N D"]:
+        """Attention of retrieval and of streaming heads, each by `attend(query, KV heads, streams)`, in order."""
+        streams = self.streaming(spec.layer)
+        batch, length, query_heads, head_dim = query.shape
+        grouped = query.reshape(batch, length, len(streams), -1, head_dim)
+        order, outputs = [], []
+        for kind in (False, True):
+            heads = np.flatnonzero(streams == kind)
+            if len(heads):
+                part = grouped[:, :, heads].reshape(batch, length, -1, head_dim)
+                outputs.append(attend(part, heads, kind).reshape(batch, length, len(heads), -1, head_dim))
+                order.extend(heads)
+        output = jnp.concatenate(outputs, axis=2)[:, :, np.argsort(order)]
+        return output.reshape(batch, length, query_heads, head_dim)

@@ -1,0 +1,191 @@
+"""Policies that keep the tokens with the highest score: allocation, score and eviction, put together."""
+
+import abc
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.allocation import (
+    Adaptive,
+    Allocation,
+    Uniform,
+    check_budget,
+    check_choice,
+    check_rows,
+    count_table,
+    endless_counts,
+)
+from kvjax.eviction import lowest_slot
+from kvjax.policies.base import Asked, Policy, seen_tokens
+from kvjax.rope import Rotation, rotate_one
+from kvjax.scores import highest, protect, split_shared
+from kvjax.state import EMPTY, LayerSpec, LayerState, ModelSpec, Rows, capacities, segments, take_rows, write_token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredPolicy(Policy):
+    """Keeps the tokens with the highest score, and the first and last ones whatever theirs.
+
+    A subclass gives the score (`score`), and for a cache that evicts while decoding how one step changes it (`step`).
+
+    Attributes:
+        budget: tokens kept per KV head, all included; a float in (0, 1) is a fraction of the prompt.
+        sinks: first tokens that always stay.
+        allocation: how the budget is spread over layers and heads: `Uniform()`, `Pyramid()`, `Adaptive()`.
+        evict: "prompt", once after every prompt or turn, decoded tokens being appended; or "decode", at every step
+            too: the token with the lowest score makes room, and the cache never grows.
+    """
+
+    budget: int | float
+    sinks: int = 4
+    allocation: Allocation = Uniform()  # noqa: RUF009 (frozen, so it may be shared)
+    evict: Literal["prompt", "decode"] = "prompt"
+
+    #: Why `evict="decode"` cannot be had, where it cannot.
+    no_decode_because: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"`sinks` must not be negative, got {self.sinks}.")
+        check_choice("evict", self.evict, ("prompt", "decode"))
+        if not isinstance(self.allocation, Allocation):
+            raise ValueError(f"`allocation` must be one such as `kvjax.Pyramid()`, got {self.allocation!r}.")
+        if self.evict == "decode" and self.no_decode_because is not None:
+            raise ValueError(f'{type(self).__name__} cannot have `evict="decode"`: {self.no_decode_because}.')
+        if self.evict == "decode" and isinstance(self.allocation, Adaptive):
+            raise ValueError(
+                'an `Adaptive` allocation cannot have `evict="decode"`: heads would trade slots at every step, and '
+                "rows of the cache would move."
+            )
+        fewest, what = self.fewest
+        object.__setattr__(self, "budget", check_budget(self.budget, at_least=max(fewest, 1), what=what))
+
+    @property
+    def fewest(self) -> tuple[int, str]:
+        """Tokens that every head keeps whatever its budget, and where that number comes from."""
+        return self.sinks, "`sinks`"
+
+    def recent(self, counts: Int[Array, "B K"]) -> Int[Array, "B K"]:
+        """Last tokens that stay, of heads that keep `counts` tokens."""
+        return jnp.full_like(counts, self.fewest[0] - self.sinks)
+
+    @abc.abstractmethod
+    def score(self, rows: Rows, asked: Asked) -> Float[Array, "B K S"]:
+        """How much each token matters after a prompt or a turn, higher = keep.
+
+        Args:
+            rows: all tokens, in ascending position; their `scores` are those of cached ones, where remembered.
+            asked: the queries of this call.
+        """
+
+    def rank(
+        self, scores: Float[Array, "B K S"], positions: Int[Array, "B K S"], newest: Int[Array, "B"]
+    ) -> Float[Array, "B K S"]:
+        """What is compared when one token must go: the scores, unless they depend on a token's age."""
+        del positions, newest
+        return scores
+
+    def step(
+        self,
+        scores: Float[Array, "B S"],
+        attention: Float[Array, "B S"],
+        own_attention: Float[Array, "B K"],
+        key: Float[Array, "B K D"],
+    ) -> tuple[Float[Array, "B S"], Float[Array, "B K"]]:
+        """The scores after one decoding step, and those of the token that asked.
+
+        Args:
+            scores: of all slots.
+            attention: probability that each slot's token got, summed over its group's query heads.
+            own_attention: the same for the token that asked.
+            key: its rotated key.
+        """
+        raise NotImplementedError(f'{type(self).__name__} has no `step`, which `evict="decode"` needs.')
+
+    def check_lengths(self, lengths: np.ndarray) -> None:
+        """See `Policy.check_lengths`."""
+        fewest, what = self.fewest
+        check_rows(self.budget, lengths, at_least=max(fewest, 1), what=what)
+
+    def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
+        """See `Policy.kept_tokens`."""
+        fewest = self.fewest[0]
+        layers = model.num_layers
+        if self.evict == "decode" and isinstance(self.budget, int):
+            most = endless_counts(self.allocation, self.budget, layers=layers, fewest=fewest)
+        else:
+            table = count_table(self.allocation, self.budget, layers=layers, fewest=fewest, max_length=max_length)
+            most = table.max(axis=1)
+        return [(max(int(count), 1),) * model.num_kv_heads for count in most]
+
+    def slots(self, kept: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
+        """See `Policy.slots`."""
+        return kept if self.evict == "decode" else super().slots(kept, max_new_tokens)
+
+    def layer_specs(
+        self, model: ModelSpec, prompt_length: int, max_new_tokens: int, *, dtype: str | None = None
+    ) -> tuple[LayerSpec, ...]:
+        """See `Policy.layer_specs`."""
+        specs = super().layer_specs(model, prompt_length, max_new_tokens, dtype=dtype)
+        return tuple(dataclasses.replace(spec, shared=self.allocation.shared) for spec in specs)
+
+    def free_slots(self, spec: LayerSpec, state: LayerState) -> Int[Array, "B"] | None:
+        """See `Policy.free_slots`."""
+        return None if self.evict == "decode" else super().free_slots(spec, state)
+
+    def counts(self, spec: LayerSpec, seen: Int[Array, "B K"]) -> Int[Array, "B K"]:
+        """Tokens that each head of a layer may keep, of rows that have seen so many."""
+        if self.evict == "decode" and isinstance(self.budget, int):
+            return jnp.minimum(seen, spec.kept[0])
+        table = count_table(
+            self.allocation,
+            self.budget,
+            layers=spec.model.num_layers,
+            fewest=self.fewest[0],
+            max_length=spec.max_length,
+        )[spec.layer]
+        return jnp.asarray(table)[jnp.clip(seen, 0, len(table) - 1)]
+
+    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
+        """See `Policy.compress`."""
+        counts = jnp.minimum(self.counts(spec, seen_tokens(rows)), rows.lengths)
+        scores = self.score(rows, asked)
+        ranks = self.rank(scores, rows.positions, rows.positions.max((1, 2)))
+        ranks = protect(ranks, rows.positions, sinks=self.sinks, recent=self.recent(counts))
+        if isinstance(self.allocation, Adaptive):
+            counts = split_shared(ranks, counts, safeguard=self.allocation.safeguard)
+        index, chosen = highest(ranks, counts, most=sum(spec.kept) if spec.shared else spec.kept[0])
+        kept = rows._replace(scores=scores if self.evict == "decode" else None)
+        return take_rows(kept, index, chosen)
+
+    def decode(
+        self,
+        spec: LayerSpec,
+        state: LayerState,
+        query: Float[Array, "B N D"],
+        key: Float[Array, "B K D"],
+        value: Float[Array, "B K D"],
+        positions: Int[Array, "B"],
+        rope: Rotation,
+    ) -> tuple[Float[Array, "B N D"], LayerState]:
+        """See `Policy.decode`. With `evict="decode"` a full head loses its lowest token after the attention."""
+        if self.evict == "prompt":
+            return super().decode(spec, state, query, key, value, positions, rope)
+        query, key = rotate_one(rope, query, positions), rotate_one(rope, key, positions)
+        attention = self.attend_cached(spec, state, query, key, value, token_attention=True)
+        assert state.scores is not None
+        assert attention.token_attention is not None
+        assert attention.own_attention is not None
+        scores, own_score = self.step(state.scores, attention.token_attention, attention.own_attention, key)
+        scores = jnp.where((positions != EMPTY)[:, None], scores, state.scores)
+        # A fraction of the prompt is full from the start; its slots are those that it holds.
+        capacity = capacities(state, spec) if isinstance(self.budget, int) else state.lengths
+        placed = segments(state.positions, state, spec)
+        ranks = self.rank(segments(scores, state, spec), placed, positions)
+        lowest = lowest_slot(ranks, placed, positions, sinks=self.sinks, recent=self.recent(capacity))
+        slots = jnp.where(state.lengths < capacity, state.lengths, lowest)
+        state = write_token(state._replace(scores=scores), spec, slots, key, value, positions, own_score)
+        return attention.output.astype(query.dtype), state
