@@ -1,0 +1,1 @@
+"""The command `kvjax`: one file a subcommand, and what they share."""

