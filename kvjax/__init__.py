@@ -21,6 +21,7 @@ from kvjax.policies import (
     StreamingLLM,
 )
 from kvjax.prompts import LongContextWarning
+from kvjax.saving import restore_cache, save_cache
 from kvjax.state import EMPTY, Cache, LayerSpec, LayerState, ModelSpec, Rows
 from kvjax.statistics import Stats, cache_bytes, kept_positions
 from kvjax.steps import decode, extend, prefill
@@ -61,4 +62,6 @@ __all__ = [
     "generate",
     "kept_positions",
     "prefill",
+    "restore_cache",
+    "save_cache",
 ]

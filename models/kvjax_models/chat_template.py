@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from kvjax_models.extras import extra
+from kvjax.extras import extra
 
 
 def render_chat(

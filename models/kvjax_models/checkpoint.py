@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
+from kvjax.extras import extra
 from kvjax_models.config import LlamaConfig
-from kvjax_models.extras import extra
 from kvjax_models.hugging_face_config import config_to_hugging_face
 from kvjax_models.llama import Llama
 from kvjax_models.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Shaped
 
+from kvjax.extras import extra
 from kvjax_models.config import LlamaConfig
-from kvjax_models.extras import extra
 from kvjax_models.gguf_config import config_from_gguf
 from kvjax_models.gguf_header import TensorEntry, read_header
 from kvjax_models.weights import StoredTensor

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvjax_models.extras import extra
+from kvjax.extras import extra
 from kvjax_models.tokenizer import Tokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # llama.cpp's token types that matter here

@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from kvjax_models.extras import extra
+from kvjax.extras import extra
 from kvjax_models.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -5,7 +5,7 @@ import json
 import pathlib
 from collections.abc import Iterator
 
-from kvjax_models.extras import extra
+from kvjax.extras import extra
 from kvjax_models.weights import StoredTensor
 
 SINGLE_FILE = "model.safetensors"

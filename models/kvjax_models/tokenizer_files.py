@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from kvjax_models.extras import extra
+from kvjax.extras import extra
 from kvjax_models.json_files import read_json
 from kvjax_models.tokenizer import Tokenizer
 
