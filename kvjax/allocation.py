@@ -226,6 +226,13 @@ def endless_counts(allocation: Allocation, budget: int, *, layers: int, fewest: 
     return allocation.counts(budget, np.asarray([_ENDLESS]), layers=layers, fewest=fewest)[:, 0]
 
 
+def endless_length(allocation: Allocation, budget: int, *, layers: int, fewest: int) -> int:
+    """A length from which on all prompts keep what one without end does."""
+    largest = int(endless_counts(allocation, budget, layers=layers, fewest=fewest).max())
+    # No share may be cut by the length; the authors' and kvpress's arithmetic looks at twice the budget and a window.
+    return max(largest, 2 * budget + fewest) + 1
+
+
 @functools.lru_cache(maxsize=64)
 def count_table(
     allocation: Allocation, budget: int | float, *, layers: int, fewest: int, max_length: int
@@ -241,9 +248,7 @@ def count_table(
     """
     longest = max_length
     if isinstance(budget, int):
-        # Prompts longer than the largest share of an endless one all get the same.
-        endless = endless_counts(allocation, budget, layers=layers, fewest=fewest)
-        longest = min(max_length, int(endless.max()) + 1)
+        longest = min(max_length, endless_length(allocation, budget, layers=layers, fewest=fewest))
     table = allocation.counts(budget, np.arange(longest + 1), layers=layers, fewest=fewest)
     table = np.ascontiguousarray(table, np.int32)
     table.flags.writeable = False

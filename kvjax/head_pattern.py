@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,14 +40,15 @@ class HeadPattern:
             raise ValueError("`scores` must be [layers, KV heads], with rows of one length.")
         if not np.isfinite(array).all():
             raise ValueError("`scores` must be finite.")
-        return cls(tuple(tuple(map(float, row)) for row in np.clip(array, 0.0, 1.0)), **settings)
+        clipped: Any = np.clip(array, 0.0, 1.0).tolist()
+        return cls(tuple(map(tuple, clipped)), **settings)
 
     @classmethod
     def load(cls, folder: str | pathlib.Path) -> "HeadPattern":
         """Reads `full_attention_heads.tsv`, and `config.json` where there is one; values are clipped to [0, 1].
 
         Raises:
-            ValueError: no such file, or a line that is not numbers.
+            ValueError: no such file, a line that is not numbers, or a configuration that cannot be read.
         """
         folder = pathlib.Path(folder)
         file = folder / _SCORES
@@ -62,9 +64,7 @@ class HeadPattern:
                 raise ValueError(f"{file}, line {number}, must be numbers between tabs, got {line!r}.") from None
         if not rows or len({len(row) for row in rows}) != 1:
             raise ValueError(f"{file} must have as many numbers in every line.")
-        config = {}
-        if (folder / _CONFIG).is_file():
-            config = json.loads((folder / _CONFIG).read_text())
+        config = _read_config(folder / _CONFIG) if (folder / _CONFIG).is_file() else {}
         return cls.of(rows, sinks=config.get("sink_size"), recent=config.get("recent_size"))
 
     def save(self, folder: str | pathlib.Path) -> None:
@@ -102,3 +102,15 @@ class HeadPattern:
             streaming[order[: round(sparsity * scores.size)]] = True
             streaming = streaming.reshape(scores.shape)
         return tuple(tuple(map(bool, row)) for row in streaming)
+
+
+def _read_config(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError:
+        config = None
+    if not isinstance(config, dict) or not all(
+        config.get(size) is None or type(config[size]) is int for size in ("sink_size", "recent_size")
+    ):
+        raise ValueError(f"{file} must be a JSON object whose `sink_size` and `recent_size` are whole numbers.")
+    return config

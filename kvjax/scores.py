@@ -121,7 +121,7 @@ def split_shared(scores: Float[Array, "B K S"], counts: Int[Array, "B K"], *, sa
 
     Args:
         scores: of all heads on one scale; `PROTECTED` tokens are taken first, `ABSENT` ones never.
-        counts: what each head would get alone.
+        counts: what each head would get alone; together they get no more than they have.
         safeguard: share of that which every head gets for sure.
     """
     batch, kv_heads, slots = scores.shape
@@ -130,7 +130,8 @@ def split_shared(scores: Float[Array, "B K S"], counts: Int[Array, "B K"], *, sa
     safe = jnp.floor(counts.astype(jnp.float32) * safeguard + 1e-6).astype(jnp.int32)
     scores = jnp.where((rank < safe[..., None]) & (scores > ABSENT), PROTECTED, scores)
     flat = scores.reshape(batch, 1, kv_heads * slots)
-    index, held = highest(flat, counts.sum(-1, keepdims=True), most=kv_heads * slots)
+    total = jnp.minimum(counts.sum(-1, keepdims=True), (flat > ABSENT).sum(-1))
+    index, held = highest(flat, total, most=kv_heads * slots)
     head = index // slots
     mine = (head[:, 0, :, None] == jnp.arange(kv_heads)[None, None]) & held[:, 0, :, None]
     return mine.sum(1, dtype=jnp.int32)

@@ -17,6 +17,7 @@ from kvjax.allocation import (
     check_rows,
     count_table,
     endless_counts,
+    endless_length,
 )
 from kvjax.eviction import lowest_slot
 from kvjax.policies.base import Asked, Policy, seen_tokens
@@ -60,13 +61,21 @@ class ScoredPolicy(Policy):
                 'an `Adaptive` allocation cannot have `evict="decode"`: heads would trade slots at every step, and '
                 "rows of the cache would move."
             )
-        fewest, what = self.fewest
+        fewest, what = self._least
         object.__setattr__(self, "budget", check_budget(self.budget, at_least=max(fewest, 1), what=what))
 
     @property
     def fewest(self) -> tuple[int, str]:
         """Tokens that every head keeps whatever its budget, and where that number comes from."""
         return self.sinks, "`sinks`"
+
+    @property
+    def _least(self) -> tuple[int, str]:
+        """`fewest`, and one more where a step would find only sinks to evict."""
+        fewest, what = self.fewest
+        if self.evict == "decode" and fewest <= self.sinks:
+            return self.sinks + 1, "`sinks` + 1"
+        return fewest, what
 
     def recent(self, counts: Int[Array, "B K"]) -> Int[Array, "B K"]:
         """Last tokens that stay, of heads that keep `counts` tokens."""
@@ -107,12 +116,12 @@ class ScoredPolicy(Policy):
 
     def check_lengths(self, lengths: np.ndarray) -> None:
         """See `Policy.check_lengths`."""
-        fewest, what = self.fewest
+        fewest, what = self._least
         check_rows(self.budget, lengths, at_least=max(fewest, 1), what=what)
 
     def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
         """See `Policy.kept_tokens`."""
-        fewest = self.fewest[0]
+        fewest = self._least[0]
         layers = model.num_layers
         if self.evict == "decode" and isinstance(self.budget, int):
             most = endless_counts(self.allocation, self.budget, layers=layers, fewest=fewest)
@@ -128,7 +137,14 @@ class ScoredPolicy(Policy):
     def layer_specs(
         self, model: ModelSpec, prompt_length: int, max_new_tokens: int, *, dtype: str | None = None
     ) -> tuple[LayerSpec, ...]:
-        """See `Policy.layer_specs`."""
+        """See `Policy.layer_specs`.
+
+        With a budget in tokens all prompts over some length are alike, so that later turns compile once.
+        """
+        if isinstance(self.budget, int):
+            layers, fewest = model.num_layers, self._least[0]
+            enough = endless_length(self.allocation, self.budget, layers=layers, fewest=fewest)
+            prompt_length = min(prompt_length, enough)
         specs = super().layer_specs(model, prompt_length, max_new_tokens, dtype=dtype)
         return tuple(dataclasses.replace(spec, shared=self.allocation.shared) for spec in specs)
 
@@ -144,14 +160,16 @@ class ScoredPolicy(Policy):
             self.allocation,
             self.budget,
             layers=spec.model.num_layers,
-            fewest=self.fewest[0],
+            fewest=self._least[0],
             max_length=spec.max_length,
         )[spec.layer]
         return jnp.asarray(table)[jnp.clip(seen, 0, len(table) - 1)]
 
     def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
         """See `Policy.compress`."""
-        counts = jnp.minimum(self.counts(spec, seen_tokens(rows)), rows.lengths)
+        counts = self.counts(spec, seen_tokens(rows))
+        if not spec.shared:
+            counts = jnp.minimum(counts, rows.lengths)
         scores = self.score(rows, asked)
         ranks = self.rank(scores, rows.positions, rows.positions.max((1, 2)))
         ranks = protect(ranks, rows.positions, sinks=self.sinks, recent=self.recent(counts))

@@ -90,6 +90,9 @@ class SnapKV(ScoredPolicy):
         voted_on = order < rows.lengths[..., None] - self.window
         scores = pool(scores, voted_on, kernel=self.kernel, pooling=self.pooling)
         scores = scores.mean(2) if self.group_reduce == "mean" else scores.max(2)
+        if self.evict == "decode":
+            # On the scale of what a step adds: the attention of a whole group.
+            scores = scores * (query.shape[2] // rows.key.shape[1])
         # The window itself is not voted on; where the cache evicts while decoding, it starts from nothing.
         return jnp.where(voted_on, scores, 0.0)
 

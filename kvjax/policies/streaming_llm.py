@@ -102,6 +102,14 @@ class StreamingLLM(Policy):
         kept = total if isinstance(total, int) else budget_tokens(total, max_length)
         return [(max(kept, self.sinks + 1),) * model.num_kv_heads] * model.num_layers
 
+    def layer_specs(
+        self, model: ModelSpec, prompt_length: int, max_new_tokens: int, *, dtype: str | None = None
+    ) -> tuple[LayerSpec, ...]:
+        """See `Policy.layer_specs`. With a budget in tokens all lengths are alike: a stream compiles once."""
+        if isinstance(self.total, int):
+            prompt_length = self.total
+        return super().layer_specs(model, prompt_length, max_new_tokens, dtype=dtype)
+
     def slots(self, kept: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
         """See `Policy.slots`. Decoded tokens take the place of older ones."""
         del max_new_tokens
