@@ -1,7 +1,6 @@
 """`generate`: a prompt in, an answer out, with whatever cache the policy keeps."""
 
 import functools
-import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy
 from kvjax.policies.full import Full
-from kvjax.prompts import Tokenizer, batch_of, check_new_tokens, check_policy, token_rows
+from kvjax.prompts import Batch, Tokenizer, batch_of, check_new_tokens, check_policy, token_rows
 from kvjax.sampling import Sampling, SamplingArrays, choose, row_keys
 from kvjax.state import Cache
 from kvjax.statistics import Stats, cache_bytes, full_cache_bytes, kept_tokens
@@ -123,14 +122,11 @@ def generate(
     room = check_new_tokens(max_new_tokens)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).arrays()
     stops = _stop_tokens(stop_tokens, model)
-    stop_texts = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-    if stop_texts and tokenizer is None:
-        raise ValueError("`stop_strings` need a `tokenizer`.")
-    if any(not text for text in stop_texts):
-        raise ValueError("`stop_strings` must not be empty.")
+    stop_texts = _stop_strings(stop_strings, tokenizer)
     policy = _policy(policy, cache, model, cache_dtype)
     batch = batch_of(token_rows(prompt, model=model.spec, tokenizer=tokenizer))
-    keys = row_keys(seed, len(batch.lengths))
+    rows = len(batch.lengths)
+    keys = row_keys(seed, rows)
 
     started = time.perf_counter()
     if cache is None:
@@ -140,7 +136,6 @@ def generate(
     logits.block_until_ready()
     prefilled = time.perf_counter()
 
-    rows = len(batch.lengths)
     progress = _Progress(
         cache=cache,
         logits=logits,
@@ -155,38 +150,57 @@ def generate(
         progress = advance(progress, steps=room)
     else:
         progress = _watch(progress, advance, streams, callback)
-    tokens, lengths = np.asarray(progress.tokens), np.asarray(progress.counts)
+    progress.counts.block_until_ready()
     decoded = time.perf_counter()
 
-    texts, reasons = [], []
-    for row in range(rows):
-        answer = tokens[row, : lengths[row]]
-        if streams is not None and tokenizer is not None:
-            stopped = streams[row].stopped
-            texts.append(
-                streams[row].text if stop_texts else tokenizer.decode(answer.tolist(), skip_special_tokens=True)
-            )
-        else:
-            stopped = False
-        reasons.append("stop" if stopped or answer[-1] in np.asarray(stops) else "length")
-    cache = progress.cache
+    lengths = np.asarray(progress.counts)
+    answers = [row[:length] for row, length in zip(np.asarray(progress.tokens), lengths, strict=True)]
+    stopped = [stream.stopped for stream in streams] if streams is not None else [False] * rows
     return Result(
-        tokens=tokens,
+        tokens=np.asarray(progress.tokens),
         lengths=lengths,
-        texts=texts if streams is not None else None,
-        finish_reasons=reasons,
-        cache=cache,
-        stats=Stats(
-            prompt_tokens=tuple(batch.lengths.tolist()),
-            new_tokens=tuple(lengths.tolist()),
-            kept_tokens=kept_tokens(cache),
-            seen_tokens=float(np.asarray(cache.next_position).mean()),
-            cache_bytes=cache_bytes(cache),
-            full_cache_bytes=full_cache_bytes(cache, int((np.asarray(cache.next_position) - lengths).max()) + room),
-            prefill_seconds=prefilled - started,
-            decode_seconds=decoded - prefilled,
-        ),
+        texts=_texts(answers, streams if stop_texts else None, tokenizer),
+        finish_reasons=[
+            "stop" if s or a[-1] in np.asarray(stops) else "length" for a, s in zip(answers, stopped, strict=True)
+        ],
+        cache=progress.cache,
+        stats=_stats(progress, batch, room, prefilled - started, decoded - prefilled),
     )
+
+
+def _texts(
+    answers: list[np.ndarray], streams: list[TextStream] | None, tokenizer: Tokenizer | None
+) -> list[str] | None:
+    """The answers as text; those of the streams where there are any, since a stop string cuts them."""
+    if tokenizer is None:
+        return None
+    if streams is not None:
+        return [stream.text for stream in streams]
+    return [tokenizer.decode(answer.tolist(), skip_special_tokens=True) for answer in answers]
+
+
+def _stats(progress: _Progress, batch: Batch, room: int, prefill_seconds: float, decode_seconds: float) -> Stats:
+    cache, lengths = progress.cache, np.asarray(progress.counts)
+    seen = np.asarray(cache.next_position)
+    return Stats(
+        prompt_tokens=tuple(batch.lengths.tolist()),
+        new_tokens=tuple(lengths.tolist()),
+        kept_tokens=kept_tokens(cache),
+        seen_tokens=float(seen.mean()),
+        cache_bytes=cache_bytes(cache),
+        full_cache_bytes=full_cache_bytes(cache, int((seen - lengths).max()) + room),
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
+    )
+
+
+def _stop_strings(stop_strings: str | Sequence[str], tokenizer: Tokenizer | None) -> tuple[str, ...]:
+    texts = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+    if texts and tokenizer is None:
+        raise ValueError("`stop_strings` need a `tokenizer`.")
+    if any(not text for text in texts):
+        raise ValueError("`stop_strings` must not be empty.")
+    return texts
 
 
 def _policy(policy: Policy | None, cache: Cache | None, model: Model, cache_dtype: object) -> Policy:
@@ -201,13 +215,10 @@ def _policy(policy: Policy | None, cache: Cache | None, model: Model, cache_dtyp
 
 
 def _stop_tokens(stop_tokens: int | Sequence[int] | None, model: Model) -> jax.Array:
-    if stop_tokens is None:
-        ids = list(model.spec.stop_tokens)
-    elif isinstance(stop_tokens, Sequence):
-        ids = [operator.index(token) for token in stop_tokens]
-    else:
-        ids = [operator.index(stop_tokens)]
-    for token in ids:
+    ids = np.asarray(model.spec.stop_tokens if stop_tokens is None else stop_tokens).reshape(-1)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise ValueError(f"`stop_tokens` must be integers, got {stop_tokens!r}.")
+    for token in ids.tolist():
         if not 0 <= token < model.spec.vocab_size:
             raise ValueError(f"`stop_tokens` must be from 0 to {model.spec.vocab_size - 1}, got {token}.")
     return jnp.asarray(ids, jnp.int32)

@@ -161,5 +161,6 @@ def warn_if_long(policy: Policy, model: ModelSpec, prompt_length: int, max_new_t
             f"{model.max_positions} that the model was trained for; answers may be nonsense. "
             f'`StreamingLLM(budget=..., prefill_mask="streaming")` keeps positions within its cache.',
             LongContextWarning,
-            stacklevel=3,
+            # Past this function, the checked step and the public one, to the caller.
+            stacklevel=4,
         )

@@ -1,7 +1,6 @@
 """How the next token is chosen from its scores."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,8 +31,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature >= 0.0:
             raise ValueError(f"`temperature` must be 0 or more, got {self.temperature}.")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or operator.index(self.top_k) < 1):
-            raise ValueError(f"`top_k` must be at least 1, got {self.top_k}.")
+        if self.top_k is not None and (not _is_integer(self.top_k) or self.top_k < 1):
+            raise ValueError(f"`top_k` must be an integer of at least 1, got {self.top_k!r}.")
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
             if share is not None and not 0.0 < share <= 1.0:
                 raise ValueError(f"`{name}` must be over 0 and at most 1, got {share}.")
@@ -63,15 +62,22 @@ def row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
     """A key for each row: of seed + row, or of the row's own seed, so that a row does not depend on the others.
 
     Raises:
-        ValueError: a list of seeds that is not one a row.
+        ValueError: neither an integer nor one for each row.
     """
     if isinstance(seed, int | np.integer):
         seeds = [int(seed) + row for row in range(batch)]
-    else:
+    elif isinstance(seed, Sequence | np.ndarray) and all(map(_is_integer, seed)):
         seeds = [int(s) for s in seed]
-        if len(seeds) != batch:
-            raise ValueError(f"`seed` must be one number, or one for each of the {batch} rows, got {len(seeds)}.")
-    return jax.vmap(jax.random.key)(jnp.asarray(np.asarray(seeds, np.uint64).astype(np.uint32)))
+    else:
+        raise ValueError(f"`seed` must be an integer, or one for each row, got {seed!r}.")
+    if len(seeds) != batch:
+        raise ValueError(f"`seed` must be one number, or one for each of the {batch} rows, got {len(seeds)}.")
+    # A key is made of 32 bits: seeds that are negative or larger wrap around.
+    return jax.vmap(jax.random.key)(jnp.asarray(np.asarray([s % 2**32 for s in seeds], np.uint32)))
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def choose(
