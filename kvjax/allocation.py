@@ -283,7 +283,14 @@ def _clamped(shares: np.ndarray, least: np.ndarray, most: np.ndarray, totals: np
 
 def bucket(length: int) -> int:
     """The padded length of a prompt: one of four sizes an octave, so that few shapes are compiled."""
-    if length <= 64:
-        return -(-max(length, 1) // 16) * 16
-    step = 1 << ((length - 1).bit_length() - 3)
+    step = _bucket_step(length)
     return -(-length // step) * step
+
+
+def bucket_start(length: int) -> int:
+    """The shortest length in the same bucket."""
+    return bucket(length) - _bucket_step(length) + 1
+
+
+def _bucket_step(length: int) -> int:
+    return 16 if length <= 64 else 1 << ((length - 1).bit_length() - 3)

@@ -10,7 +10,7 @@ from kvjax.extras import extra
 from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy
 from kvjax.prompts import check_policy
-from kvjax.state import Cache, LayerState
+from kvjax.state import Cache, LayerSpec, LayerState
 
 _ARRAYS, _ABOUT = "arrays", "cache.json"
 
@@ -51,7 +51,7 @@ def restore_cache(path: str | pathlib.Path, params: Model, *, policy: Policy, ca
     folder = pathlib.Path(path).absolute()
     try:
         about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-        max_length, room, dtype = about["max_length"], about["room"], about["dtype"]
+        room, dtype, shapes = about["room"], about["dtype"], about["specs"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"`path` must be a folder that `kvjax.save_cache` wrote, got {folder} ({error}).") from error
     asked = {"model": repr(model.spec), "policy": repr(policy)}
@@ -60,10 +60,13 @@ def restore_cache(path: str | pathlib.Path, params: Model, *, policy: Policy, ca
     for what, value in asked.items():
         if about[what] != value:
             raise ValueError(f"{folder} was saved with another {what}: {about[what]}, not {value}.")
-    specs = policy.layer_specs(model.spec, max_length, room, dtype=dtype)
-    shapes = {name: jax.ShapeDtypeStruct(tuple(shape), kind) for name, (shape, kind) in about["arrays"].items()}
+    specs = tuple(
+        LayerSpec(model=model.spec, layer=layer, kept=tuple(kept), slots=tuple(slots), dtype=dtype, **rest)
+        for layer, (kept, slots, rest) in enumerate(shapes)
+    )
+    arrays = {name: jax.ShapeDtypeStruct(tuple(shape), kind) for name, (shape, kind) in about["arrays"].items()}
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for name, x in shapes.items()}
+    wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for name, x in arrays.items()}
     with _checkpointer() as checkpointer:
         try:
             arrays = checkpointer.restore(folder / _ARRAYS, wanted)
@@ -82,8 +85,8 @@ def _about(cache: Cache) -> dict[str, Any]:
         "model": repr(cache.model),
         "policy": repr(cache.policy),
         "dtype": cache.specs[0].dtype,
-        "max_length": cache.specs[0].max_length,
         "room": cache.room,
+        "specs": [(s.kept, s.slots, {"max_length": s.max_length, "shared": s.shared}) for s in cache.specs],
         "arrays": {name: (x.shape, x.dtype.name) for name, x in _named(cache).items()},
     }
 

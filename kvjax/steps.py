@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocation import bucket
+from kvjax.allocation import bucket, bucket_start
 from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy
 from kvjax.prompts import Batch, batch_of, check_new_tokens, check_policy, token_rows, warn_if_long
@@ -63,7 +63,10 @@ def prefill_batch(
     """`prefill` of checked arguments."""
     policy.check_lengths(batch.lengths)
     warn_if_long(policy, model.spec, batch.longest, room)
-    specs = policy.layer_specs(model.spec, batch.tokens.shape[1], room, dtype=dtype_name(cache_dtype))
+    shortest = bucket_start(int(batch.lengths.min()))
+    specs = policy.layer_specs(
+        model.spec, batch.tokens.shape[1], room, shortest=shortest, dtype=dtype_name(cache_dtype)
+    )
     leaves, structure = jax.tree.flatten(model)
     return _prefill(
         leaves,
@@ -114,9 +117,12 @@ def extend_batch(
         raise ValueError(f"`tokens` must have a row for each of the cache's {len(seen)}, got {len(batch.lengths)}.")
     total = seen + batch.lengths
     cache.policy.check_lengths(total)
-    warn_if_long(cache.policy, model.spec, int(total.max()), room)
+    if seen.max() <= model.spec.max_positions:
+        # Once a stream is past it, every further chunk would say the same.
+        warn_if_long(cache.policy, model.spec, int(total.max()), room)
     dtype = cache.specs[0].dtype
-    specs = cache.policy.layer_specs(model.spec, bucket(int(total.max())), room, dtype=dtype)
+    shortest = bucket_start(int(total.min()))
+    specs = cache.policy.layer_specs(model.spec, bucket(int(total.max())), room, shortest=shortest, dtype=dtype)
     leaves, structure = jax.tree.flatten(model)
     return _extend(
         leaves, cache, batch.tokens, batch.lengths, structure=structure, specs=specs, room=room, logits=logits

@@ -61,8 +61,8 @@ class Policy(abc.ABC):
     needs_log_sum_exp: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
-        """For each layer and KV head, the most tokens kept of any prompt up to `max_length` tokens."""
+    def kept_tokens(self, model: ModelSpec, lengths: range) -> list[tuple[int, ...]]:
+        """For each layer and KV head, the most tokens kept of a prompt of any of `lengths`."""
 
     @abc.abstractmethod
     def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
@@ -78,7 +78,13 @@ class Policy(abc.ABC):
         """Raises a ValueError if rows of these lengths [B] cannot have what the settings ask for."""
 
     def layer_specs(
-        self, model: ModelSpec, prompt_length: int, max_new_tokens: int, *, dtype: str | None = None
+        self,
+        model: ModelSpec,
+        prompt_length: int,
+        max_new_tokens: int,
+        *,
+        shortest: int = 1,
+        dtype: str | None = None,
     ) -> tuple[LayerSpec, ...]:
         """The static shape of every layer's cache.
 
@@ -86,6 +92,8 @@ class Policy(abc.ABC):
             model: the model that will use it.
             prompt_length: the most tokens that any row has seen once this prompt, or this turn, is in.
             max_new_tokens: tokens to be decoded after it.
+            shortest: the fewest tokens that any row has seen. A layer may keep more of a shorter prompt (PyramidKV),
+                so the closer the two, the closer the bytes are to what is kept.
             dtype: of the cached rows; the model's by default.
         """
         return tuple(
@@ -97,7 +105,7 @@ class Policy(abc.ABC):
                 max_length=prompt_length,
                 dtype=dtype or model.dtype,
             )
-            for layer, kept in enumerate(self.kept_tokens(model, prompt_length))
+            for layer, kept in enumerate(self.kept_tokens(model, range(shortest, prompt_length + 1)))
         )
 
     def slots(self, kept: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:

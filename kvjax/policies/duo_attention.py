@@ -80,7 +80,7 @@ class DuoAttention(Policy):
         """Which KV heads of a layer stream, [K] bool."""
         return np.asarray(self.pattern.streaming_heads(sparsity=self.sparsity, threshold=self.threshold)[layer])
 
-    def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
+    def kept_tokens(self, model: ModelSpec, lengths: range) -> list[tuple[int, ...]]:
         """See `Policy.kept_tokens`."""
         shape = np.asarray(self.pattern.scores).shape
         if shape != (model.num_layers, model.num_kv_heads):
@@ -88,21 +88,28 @@ class DuoAttention(Policy):
                 f"`pattern` must have a score for each of the model's {model.num_layers} layers and "
                 f"{model.num_kv_heads} KV heads, got {shape[0]} and {shape[1]}."
             )
-        ring = min(self.sinks + self.recent, max_length)
+        longest = lengths[-1]
+        ring = min(self.sinks + self.recent, longest)
         return [
-            tuple(ring if streams else max_length for streams in self.streaming(layer))
+            tuple(ring if streams else longest for streams in self.streaming(layer))
             for layer in range(model.num_layers)
         ]
 
     def layer_specs(
-        self, model: ModelSpec, prompt_length: int, max_new_tokens: int, *, dtype: str | None = None
+        self,
+        model: ModelSpec,
+        prompt_length: int,
+        max_new_tokens: int,
+        *,
+        shortest: int = 1,
+        dtype: str | None = None,
     ) -> tuple[LayerSpec, ...]:
         """See `Policy.layer_specs`. A ring has no more slots than there will be tokens."""
         most = prompt_length + max_new_tokens
         ring = min(self.sinks + self.recent, most)
         return tuple(
             dataclasses.replace(spec, slots=tuple(ring if s else most for s in self.streaming(spec.layer)))
-            for spec in super().layer_specs(model, prompt_length, max_new_tokens, dtype=dtype)
+            for spec in super().layer_specs(model, prompt_length, max_new_tokens, shortest=shortest, dtype=dtype)
         )
 
     def free_slots(self, spec: LayerSpec, state: LayerState) -> Int[Array, "B"] | None:

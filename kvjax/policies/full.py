@@ -12,9 +12,9 @@ from kvjax.state import LayerSpec, ModelSpec, Rows
 class Full(Policy):
     """Keeps every token: what the other policies are measured against."""
 
-    def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
+    def kept_tokens(self, model: ModelSpec, lengths: range) -> list[tuple[int, ...]]:
         """See `Policy.kept_tokens`."""
-        return [(max_length,) * model.num_kv_heads] * model.num_layers
+        return [(lengths[-1],) * model.num_kv_heads] * model.num_layers
 
     def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
         """See `Policy.compress`."""

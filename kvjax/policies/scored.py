@@ -119,15 +119,15 @@ class ScoredPolicy(Policy):
         fewest, what = self._least
         check_rows(self.budget, lengths, at_least=max(fewest, 1), what=what)
 
-    def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
+    def kept_tokens(self, model: ModelSpec, lengths: range) -> list[tuple[int, ...]]:
         """See `Policy.kept_tokens`."""
         fewest = self._least[0]
         layers = model.num_layers
         if self.evict == "decode" and isinstance(self.budget, int):
             most = endless_counts(self.allocation, self.budget, layers=layers, fewest=fewest)
         else:
-            table = count_table(self.allocation, self.budget, layers=layers, fewest=fewest, max_length=max_length)
-            most = table.max(axis=1)
+            table = count_table(self.allocation, self.budget, layers=layers, fewest=fewest, max_length=lengths[-1])
+            most = table[:, lengths[0] :].max(axis=1)
         return [(max(int(count), 1),) * model.num_kv_heads for count in most]
 
     def slots(self, kept: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
@@ -135,7 +135,13 @@ class ScoredPolicy(Policy):
         return kept if self.evict == "decode" else super().slots(kept, max_new_tokens)
 
     def layer_specs(
-        self, model: ModelSpec, prompt_length: int, max_new_tokens: int, *, dtype: str | None = None
+        self,
+        model: ModelSpec,
+        prompt_length: int,
+        max_new_tokens: int,
+        *,
+        shortest: int = 1,
+        dtype: str | None = None,
     ) -> tuple[LayerSpec, ...]:
         """See `Policy.layer_specs`.
 
@@ -144,8 +150,8 @@ class ScoredPolicy(Policy):
         if isinstance(self.budget, int):
             layers, fewest = model.num_layers, self._least[0]
             enough = endless_length(self.allocation, self.budget, layers=layers, fewest=fewest)
-            prompt_length = min(prompt_length, enough)
-        specs = super().layer_specs(model, prompt_length, max_new_tokens, dtype=dtype)
+            shortest, prompt_length = min(shortest, enough), min(prompt_length, enough)
+        specs = super().layer_specs(model, prompt_length, max_new_tokens, shortest=shortest, dtype=dtype)
         return tuple(dataclasses.replace(spec, shared=self.allocation.shared) for spec in specs)
 
     def free_slots(self, spec: LayerSpec, state: LayerState) -> Int[Array, "B"] | None:

@@ -96,19 +96,25 @@ class StreamingLLM(Policy):
         """See `Policy.check_lengths`."""
         check_rows(self.total, lengths, at_least=self.sinks + 1, what="`sinks` + a window of 1")
 
-    def kept_tokens(self, model: ModelSpec, max_length: int) -> list[tuple[int, ...]]:
+    def kept_tokens(self, model: ModelSpec, lengths: range) -> list[tuple[int, ...]]:
         """See `Policy.kept_tokens`. The ring has all its slots from the start."""
         total = self.total
-        kept = total if isinstance(total, int) else budget_tokens(total, max_length)
+        kept = total if isinstance(total, int) else budget_tokens(total, lengths[-1])
         return [(max(kept, self.sinks + 1),) * model.num_kv_heads] * model.num_layers
 
     def layer_specs(
-        self, model: ModelSpec, prompt_length: int, max_new_tokens: int, *, dtype: str | None = None
+        self,
+        model: ModelSpec,
+        prompt_length: int,
+        max_new_tokens: int,
+        *,
+        shortest: int = 1,
+        dtype: str | None = None,
     ) -> tuple[LayerSpec, ...]:
         """See `Policy.layer_specs`. With a budget in tokens all lengths are alike: a stream compiles once."""
         if isinstance(self.total, int):
-            prompt_length = self.total
-        return super().layer_specs(model, prompt_length, max_new_tokens, dtype=dtype)
+            shortest = prompt_length = self.total
+        return super().layer_specs(model, prompt_length, max_new_tokens, shortest=shortest, dtype=dtype)
 
     def slots(self, kept: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
         """See `Policy.slots`. Decoded tokens take the place of older ones."""
