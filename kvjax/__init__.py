@@ -4,7 +4,9 @@ from kvjax._version import __version__
 from kvjax.allocation import Adaptive, Pyramid, Uniform
 from kvjax.generation import NewToken, Result, generate
 from kvjax.head_pattern import HeadPattern
+from kvjax.inspection import AttentionMass, TokenRetention, attention_mass, kept_mask, retention_table
 from kvjax.model import Model
+from kvjax.plots import retention_map
 from kvjax.policies import (
     H2O,
     TOVA,
@@ -33,6 +35,7 @@ __all__ = [
     "AdaKV",
     "Adaptive",
     "Asked",
+    "AttentionMass",
     "Cache",
     "DuoAttention",
     "ExpectedAttention",
@@ -54,14 +57,19 @@ __all__ = [
     "SnapKV",
     "Stats",
     "StreamingLLM",
+    "TokenRetention",
     "Uniform",
     "__version__",
+    "attention_mass",
     "cache_bytes",
     "decode",
     "extend",
     "generate",
+    "kept_mask",
     "kept_positions",
     "prefill",
     "restore_cache",
+    "retention_map",
+    "retention_table",
     "save_cache",
 ]

@@ -26,6 +26,25 @@ class Answer(NamedTuple):
     tokens_per_second: float | None
 
 
+def takes_plain_text(loaded: "kvjax_models.Loaded", *, raw: bool, system: str | None) -> bool:
+    """Whether prompts go to the model as they are, without a chat template.
+
+    Raises:
+        UserError: the model has no tokenizer, or no chat template where one is needed.
+    """
+    if loaded.tokenizer is None:
+        raise UserError("the checkpoint has no tokenizer, and text needs one.")
+    plain = raw or loaded.chat_template is None
+    if plain and system is not None:
+        raise UserError("--system needs a chat template, and the checkpoint has none.")
+    return plain
+
+
+def first_messages(system: str | None) -> list[dict[str, str]]:
+    """What a chat begins with."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
 class Conversation:
     """A model, what was said, and the cache that remembers it.
 
@@ -51,14 +70,11 @@ class Conversation:
         settings: dict[str, Any],
         note: Callable[[str], None],
     ):
-        if loaded.tokenizer is None:
-            raise UserError("the checkpoint has no tokenizer, and text needs one.")
-        self.plain = raw or loaded.chat_template is None
-        if self.plain and system is not None:
-            raise UserError("--system needs a chat template, and the checkpoint has none.")
+        self.plain = takes_plain_text(loaded, raw=raw, system=system)
+        assert loaded.tokenizer is not None
         self._model, self._tokenizer = loaded.params, loaded.tokenizer
         self._policy, self._settings, self._note = policy, settings, note
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = first_messages(system)
         self._cache: kvjax.Cache | None = None
         #: The text whose tokens the cache has seen.
         self._cached_text = ""

@@ -13,7 +13,7 @@ from kvjax.cli.interrupt import abandons_work_after_ctrl_c
 from kvjax.cli.loading import load_model, model_name
 from kvjax.cli.options import SPELLINGS, add_model_arguments, add_policy_arguments, add_sampling_arguments
 from kvjax.cli.policies import make_policy
-from kvjax.cli.prompt_source import add_prompt_arguments, check_sources, prompt_text
+from kvjax.cli.prompt_source import add_prompt_arguments, check_sources, hide_needle, prompt_text
 from kvjax.cli.report import json_report, stats_line
 
 if TYPE_CHECKING:
@@ -60,8 +60,10 @@ def run(args: argparse.Namespace) -> int:
     conversation = Conversation(loaded, policy=policy, system=args.system, raw=args.raw, settings=settings, note=_note)
     if args.chat and conversation.plain:
         raise UserError("--chat needs a model with a chat template, and the checkpoint has none.")
-    hidden = None if args.needle is None else _hide_needle(args, loaded)
-    if hidden is not None:
+    hidden = None
+    if args.needle is not None:
+        assert loaded.tokenizer is not None
+        hidden = hide_needle(args, loaded.tokenizer, note=_note)
         prompt = hidden.prompt
     if args.chat:
         return _talk(conversation, prompt, hidden)
@@ -135,16 +137,6 @@ def _answer_aloud(conversation: Conversation, prompt: str) -> Answer:
     print(flush=True)
     _say(stats_line(answer))
     return answer
-
-
-def _hide_needle(args: argparse.Namespace, loaded: "kvjax_models.Loaded") -> "Needle":
-    from kvjax.evaluation.needle import needle
-
-    assert loaded.tokenizer is not None
-    depth = 0.5 if args.depth is None else args.depth
-    hidden = needle(loaded.tokenizer, tokens=args.needle, depth=depth, seed=args.seed)
-    _note(f"the number {hidden.answer} is hidden at depth {depth:g} of about {args.needle} tokens")
-    return hidden
 
 
 def _tell_needle(hidden: "Needle | None", answer: Answer) -> None:

@@ -14,6 +14,7 @@ examples:
   kvjax generate "What is the capital of France?"
   kvjax generate --needle 4000 --policy snapkv --budget 256
   kvjax generate --chat --policy streaming-llm --budget 512
+  kvjax inspect --needle 4000 --policy snapkv --budget 256
   kvjax models
 
 `kvjax SUBCOMMAND --help` tells more.""",
@@ -29,6 +30,14 @@ examples:
     kvjax generate --raw --model HuggingFaceTB/SmolLM2-360M "Once upon a time"
   Talk; every turn goes into the same cache:
     kvjax generate --chat --policy streaming-llm --budget 512""",
+    "inspect": """\
+examples:
+  See what 128 tokens a head hold of a text that hides a number:
+    kvjax inspect --needle 600 --policy snapkv --budget 128
+  The same tokens by another policy, every one of them listed:
+    kvjax inspect --needle 600 --policy pyramidkv --budget 128 --all --out pyramid.png
+  Judge a policy by the attention of the last 100 tokens of a file:
+    kvjax inspect --raw --file report.txt --policy h2o --budget 0.25 --queries 100""",
     "models": """\
 examples:
   kvjax models

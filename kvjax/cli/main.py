@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import kvjax
-from kvjax.cli import generate, models
+from kvjax.cli import generate, inspect, models
 from kvjax.cli.errors import MENDABLE, Parser, UserError, sentence
 from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.interrupt import INTERRUPTED
@@ -55,6 +55,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}", help="Prints the version.")
     subcommands = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
     generate.add_subcommand(subcommands)
+    inspect.add_subcommand(subcommands)
     models.add_subcommand(subcommands)
     return parser
 

@@ -19,6 +19,7 @@ SPELLINGS = {
     "stop_strings": "--stop",
     "tokens": "--needle",
     "depth": "--depth",
+    "queries": "--queries",
 }
 
 

@@ -3,8 +3,14 @@
 import argparse
 import pathlib
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvjax.cli.errors import UserError
+
+if TYPE_CHECKING:
+    from kvjax.evaluation.needle import Needle
+    from kvjax.prompts import Tokenizer
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +23,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
         "--needle",
         type=int,
         metavar="N",
-        help="Makes a prompt of about N tokens that hides a number, and tells whether the answer has it.",
+        help="Makes a prompt of about N tokens that hides a number, and tells what becomes of the number.",
     )
     parser.add_argument(
         "--depth",
@@ -36,11 +42,13 @@ def check_sources(args: argparse.Namespace) -> None:
     ]
     if len(given) > 1:
         raise UserError(f"give one prompt only, got {' and '.join(given)}.")
-    if not given and not args.chat:
-        raise UserError("give a prompt: PROMPT, - for stdin, --file PATH or --needle N (or --chat).")
+    may_chat, chat = hasattr(args, "chat"), getattr(args, "chat", False)
+    if not given and not chat:
+        others = " (or --chat)" if may_chat else ""
+        raise UserError(f"give a prompt: PROMPT, - for stdin, --file PATH or --needle N{others}.")
     if args.depth is not None and args.needle is None:
         raise UserError("--depth is where --needle hides its number; give --needle N too.")
-    if args.chat and args.prompt == "-":
+    if chat and args.prompt == "-":
         raise UserError("--chat reads its turns from stdin already; leave out the -.")
 
 
@@ -63,6 +71,25 @@ def prompt_text(args: argparse.Namespace) -> str | None:
     if not text.strip():
         raise UserError("the prompt is empty.")
     return text
+
+
+def hide_needle(args: argparse.Namespace, tokenizer: "Tokenizer", *, note: Callable[[str], None]) -> "Needle":
+    """The prompt that --needle asks for.
+
+    Args:
+        args: with needle, depth and seed.
+        tokenizer: counts its tokens.
+        note: is told where the number is.
+
+    Raises:
+        ValueError: see `kvjax.evaluation.needle`.
+    """
+    from kvjax.evaluation.needle import needle
+
+    depth = 0.5 if args.depth is None else args.depth
+    hidden = needle(tokenizer, tokens=args.needle, depth=depth, seed=args.seed)
+    note(f"the number {hidden.answer} is hidden at depth {depth:g} of about {args.needle} tokens")
+    return hidden
 
 
 def decoded(content: bytes, source: str) -> str:

@@ -54,7 +54,7 @@ def json_report(
             "first_token_seconds": answer.first_token_seconds,
             "tokens_per_second": answer.tokens_per_second,
         },
-        "policy": {"name": policy_name, **_settings(result.cache.policy)},
+        "policy": {"name": policy_name, **policy_settings(result.cache.policy)},
         "model": {
             "name": model_name,
             "dtype": spec.dtype,
@@ -70,7 +70,7 @@ def json_report(
     return json.dumps(report, ensure_ascii=False)
 
 
-def _settings(policy: Any) -> dict[str, Any]:
+def policy_settings(policy: Any) -> dict[str, Any]:
     """A policy's settings; those that are no plain values as Python writes them."""
     settings = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     plain = (int, float, str, types.NoneType)
