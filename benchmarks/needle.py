@@ -8,15 +8,22 @@ for `needle_kvpress.py`, whose results `--kvpress` adds to the table.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kvjax
 import kvjax_models
 from kvjax.evaluation import needle
+from kvjax.policies.base import Asked, prompt_rows
+from kvjax.prompts import batch_of
+from kvjax.state import pack
+from kvjax_kernels import prefill_attention
 
 LENGTHS, BUDGETS, DEPTHS, NEW_TOKENS = (1000, 2000), (512, 256, 128), 10, 28
 POLICIES: dict[str, Callable[[int], kvjax.Policy]] = {
@@ -48,6 +55,64 @@ def prompts(tokenizer: kvjax_models.Tokenizer, length: int) -> tuple[list[list[i
     return ids, answers
 
 
+@functools.partial(jax.jit, static_argnames="rope")
+def attend_prompt(query, key, value, positions, rope):
+    """Full attention of one layer, and what policies look at."""
+    rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
+    output, log_sum_exp = prefill_attention(rotated, key, value, log_sum_exp=True)
+    return output, prompt_rows(key, value, positions), Asked(rotated, query, positions, log_sum_exp, None)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "spec", "rope"))
+def compress(policy, spec, rows, asked, rope):
+    """One layer's state."""
+    return pack(policy.compress(spec, rows, asked._replace(rope=rope)), spec)
+
+
+def compressed(
+    params: kvjax_models.Llama, rows: list[list[int]], policies: list[kvjax.Policy]
+) -> tuple[jax.Array, list[kvjax.Cache]]:
+    """The prompt's logits, and every policy's cache of it: all of them see the same full attention, computed once."""
+    batch = batch_of([np.asarray(row, np.int32) for row in rows])
+    offset = np.arange(batch.tokens.shape[1])[None]
+    positions = jnp.asarray(np.where(offset < batch.lengths[:, None], offset, kvjax.EMPTY), jnp.int32)
+    shortest = int(batch.lengths.min())
+    specs = [p.layer_specs(params.spec, batch.tokens.shape[1], NEW_TOKENS, shortest=shortest) for p in policies]
+    states: list[list[kvjax.LayerState]] = [[] for _ in policies]
+
+    def attend(layer, query, key, value):
+        output, cached, asked = attend_prompt(query, key, value, positions, params.spec.rope)
+        for policy, mine, kept in zip(policies, specs, states, strict=True):
+            spec = mine[layer]
+            if spec.kept == mine[0].kept:
+                # Layers of one shape share a compiled choice.
+                spec = mine[0]
+            kept.append(compress(policy, spec, cached, asked, params.spec.rope))
+        return output
+
+    hidden = params(jnp.asarray(batch.tokens), attend)
+    last = jnp.take_along_axis(hidden, jnp.asarray(batch.lengths - 1)[:, None, None], axis=1)[:, 0]
+    caches = [
+        kvjax.Cache(tuple(kept), jnp.asarray(batch.lengths), policy=policy, specs=mine, room=NEW_TOKENS)
+        for policy, mine, kept in zip(policies, specs, states, strict=True)
+    ]
+    return params.logits(last), caches
+
+
+def answers_of(loaded: kvjax_models.Loaded, logits: jax.Array, cache: kvjax.Cache) -> list[str]:
+    """Greedy answers behind a cache."""
+    assert loaded.tokenizer is not None
+    tokens = []
+    for _ in range(NEW_TOKENS):
+        tokens.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        logits, cache = kvjax.decode(loaded.params, cache, tokens[-1])
+    texts = []
+    for row in np.stack(tokens, axis=1):
+        stops = np.flatnonzero(np.isin(row, loaded.params.spec.stop_tokens))
+        texts.append(loaded.tokenizer.decode(row[: stops[0] if len(stops) else None].tolist()))
+    return texts
+
+
 def main() -> None:
     """Runs what is missing, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,20 +127,20 @@ def main() -> None:
     if args.prompts:
         args.prompts.write_text(json.dumps(tasks))
     results = read(args.out)
-    wanted: list[tuple[str, int, int, kvjax.Policy]] = [("Full", 0, n, kvjax.Full()) for n in LENGTHS]
-    wanted += [(name, b, n, make(b)) for b in BUDGETS for name, make in POLICIES.items() for n in LENGTHS]
-    for name, budget, length, policy in wanted:
-        if (name, budget, length) in results:
+    for length, (ids, wanted) in tasks.items():
+        named = {("Full", 0): kvjax.Full()} | {(n, b): make(b) for b in BUDGETS for n, make in POLICIES.items()}
+        missing = {key: policy for key, policy in named.items() if (*key, length) not in results}
+        if not missing:
             continue
-        ids, answers = tasks[length]
-        answer = kvjax.generate(loaded.params, ids, policy=policy, tokenizer=tokenizer, max_new_tokens=NEW_TOKENS)
-        assert answer.texts is not None
-        hits = [wanted in text for wanted, text in zip(answers, answer.texts, strict=True)]
-        results[name, budget, length] = hits
-        line = {"policy": name, "budget": budget, "length": length, "hits": hits, "texts": answer.texts}
-        with args.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(name, budget, length, sum(hits), flush=True)
+        logits, caches = compressed(loaded.params, ids, list(missing.values()))
+        for name, budget in missing:
+            texts = answers_of(loaded, logits, caches.pop(0))
+            hits = [answer in text for answer, text in zip(wanted, texts, strict=True)]
+            results[name, budget, length] = hits
+            line = {"policy": name, "budget": budget, "length": length, "hits": hits, "texts": texts}
+            with args.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(name, budget, length, sum(hits), flush=True)
     peers = read(args.kvpress) if args.kvpress else {}
     print(table(results, peers))
 

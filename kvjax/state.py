@@ -340,6 +340,14 @@ def take_rows(rows: Rows, index: Int[Array, "B K C"], chosen: "jax.Array") -> Ro
     )
 
 
+def read_before_write(output: Array, state: LayerState) -> tuple[Array, LayerState]:
+    """What was read from a state, and the state, ordered: what is written to it from here on comes after the reading.
+
+    Without this order XLA copies the whole cache at every step, so that the reading and the writing do not meet.
+    """
+    return jax.lax.optimization_barrier((output, state))
+
+
 def write_token(
     state: LayerState,
     spec: LayerSpec,

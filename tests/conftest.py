@@ -14,7 +14,6 @@ jaxtyping.install_import_hook(["kvjax", "kvjax_kernels", "kvjax_models"], "beart
 
 import pathlib
 from collections.abc import Iterator
-from collections.abc import Iterator
 
 import jax
 import pytest

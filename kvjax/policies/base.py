@@ -22,6 +22,7 @@ from kvjax.state import (
     by_head,
     capacities,
     pack,
+    read_before_write,
     write_token,
 )
 from kvjax_kernels import DecodeAttention, extend_attention, prefill_attention, ragged_decode_attention
@@ -212,6 +213,7 @@ class Policy(abc.ABC):
         output = self.attend_cached(spec, state, query, key, value).output
         full = (state.lengths >= capacities(state, spec)).any(-1) & (positions != EMPTY)
         output = jnp.where(full[:, None, None], jnp.nan, output).astype(query.dtype)
+        output, state = read_before_write(output, state)
         return output, write_token(state, spec, state.lengths, key, value, jnp.where(full, EMPTY, positions))
 
     def attend_cached(

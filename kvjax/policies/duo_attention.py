@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocation import check_choice
+from kvjax.allocation import check_choice, check_count
 from kvjax.attention import streaming_extend_attention, streaming_prefill_attention
 from kvjax.eviction import ring_rows, ring_slot
 from kvjax.head_pattern import HeadPattern
@@ -24,6 +24,7 @@ from kvjax.state import (
     by_head,
     capacities,
     pack,
+    read_before_write,
     take_rows,
     write_token,
 )
@@ -59,10 +60,8 @@ class DuoAttention(Policy):
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, HeadPattern):
             raise ValueError(f"`pattern` must be a kvjax.HeadPattern, got {type(self.pattern).__name__}.")
-        if self.sinks < 0:
-            raise ValueError(f"`sinks` must not be negative, got {self.sinks}.")
-        if self.recent < 1:
-            raise ValueError(f"`recent` must be at least 1 token, got {self.recent}.")
+        check_count("sinks", self.sinks, at_least=0)
+        check_count("recent", self.recent, at_least=1)
         check_choice("prefill_mask", self.prefill_mask, ("dense", "streaming"))
         if self.sparsity is None and self.threshold is None:
             object.__setattr__(self, "sparsity", 0.5)
@@ -206,6 +205,7 @@ class DuoAttention(Policy):
         slots = jnp.where(jnp.asarray(self.streaming(spec.layer))[None], ring, state.lengths)
         full = (slots >= capacities(state, spec)).any(-1) & (positions != EMPTY)
         output = jnp.where(full[:, None, None], jnp.nan, output).astype(query.dtype)
+        output, state = read_before_write(output, state)
         return output, write_token(state, spec, slots, key, value, jnp.where(full, EMPTY, positions))
 
     def _by_kind(self, spec: LayerSpec, query: Float[Array, "B T N D"], attend) -> Float[Array, "B T N D"]:

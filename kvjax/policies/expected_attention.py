@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.allocation import from_compression_ratio
+from kvjax.allocation import check_count, from_compression_ratio
 from kvjax.policies.base import Asked
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.rope import Rotation
@@ -35,8 +35,7 @@ class ExpectedAttention(ScoredPolicy):
     no_decode_because: ClassVar[str | None] = "it expects from the mean of many queries, and a step has one"
 
     def __post_init__(self) -> None:
-        if self.future < 1:
-            raise ValueError(f"`future` must be at least 1 position, got {self.future}.")
+        check_count("future", self.future, at_least=1)
         super().__post_init__()
 
     @classmethod

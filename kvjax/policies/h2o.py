@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocation import check_choice, from_compression_ratio
+from kvjax.allocation import check_choice, check_count, from_compression_ratio
 from kvjax.policies.base import Asked
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.state import EMPTY, Rows
@@ -40,8 +40,8 @@ class H2O(ScoredPolicy):
     needs_log_sum_exp: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.recent_tokens is not None and self.recent_tokens < 0:
-            raise ValueError(f"`recent_tokens` must not be negative, got {self.recent_tokens}.")
+        if self.recent_tokens is not None:
+            check_count("recent_tokens", self.recent_tokens, at_least=0)
         check_choice("normalise", self.normalise, ("sum", "mean"))
         super().__post_init__()
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.allocation import from_compression_ratio
+from kvjax.allocation import check_count, from_compression_ratio
 from kvjax.policies.base import Asked
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.state import Rows
@@ -29,8 +29,7 @@ class Knorm(ScoredPolicy):
     recent_tokens: int = 8
 
     def __post_init__(self) -> None:
-        if self.recent_tokens < 0:
-            raise ValueError(f"`recent_tokens` must not be negative, got {self.recent_tokens}.")
+        check_count("recent_tokens", self.recent_tokens, at_least=0)
         super().__post_init__()
 
     @classmethod

@@ -14,6 +14,7 @@ from kvjax.allocation import (
     Uniform,
     check_budget,
     check_choice,
+    check_count,
     check_rows,
     count_table,
     endless_counts,
@@ -23,7 +24,18 @@ from kvjax.eviction import lowest_slot
 from kvjax.policies.base import Asked, Policy, seen_tokens
 from kvjax.rope import Rotation, rotate_one
 from kvjax.scores import highest, protect, split_shared
-from kvjax.state import EMPTY, LayerSpec, LayerState, ModelSpec, Rows, capacities, segments, take_rows, write_token
+from kvjax.state import (
+    EMPTY,
+    LayerSpec,
+    LayerState,
+    ModelSpec,
+    Rows,
+    capacities,
+    read_before_write,
+    segments,
+    take_rows,
+    write_token,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +61,7 @@ class ScoredPolicy(Policy):
     no_decode_because: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ValueError(f"`sinks` must not be negative, got {self.sinks}.")
+        check_count("sinks", self.sinks, at_least=0)
         check_choice("evict", self.evict, ("prompt", "decode"))
         if not isinstance(self.allocation, Allocation):
             raise ValueError(f"`allocation` must be one such as `kvjax.Pyramid()`, got {self.allocation!r}.")
@@ -211,5 +222,6 @@ class ScoredPolicy(Policy):
         ranks = self.rank(segments(scores, state, spec), placed, positions)
         lowest = lowest_slot(ranks, placed, positions, sinks=self.sinks, recent=self.recent(capacity))
         slots = jnp.where(state.lengths < capacity, state.lengths, lowest)
+        output, state = read_before_write(attention.output.astype(query.dtype), state)
         state = write_token(state._replace(scores=scores), spec, slots, key, value, positions, own_score)
-        return attention.output.astype(query.dtype), state
+        return output, state

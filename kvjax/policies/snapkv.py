@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.allocation import check_choice, from_compression_ratio
+from kvjax.allocation import check_choice, check_count, from_compression_ratio
 from kvjax.policies.base import Asked, last_queries
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.scores import pool, window_attention
@@ -43,9 +43,9 @@ class SnapKV(ScoredPolicy):
     group_order: Literal["before_pooling", "after_pooling"] = "before_pooling"
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"`window` must be at least 1 token, got {self.window}.")
-        if self.kernel < 1 or self.kernel % 2 == 0:
+        check_count("window", self.window, at_least=1)
+        check_count("kernel", self.kernel, at_least=1)
+        if self.kernel % 2 == 0:
             raise ValueError(f"`kernel` must be odd and positive, got {self.kernel}.")
         check_choice("pooling", self.pooling, ("max", "avg"))
         check_choice("group_reduce", self.group_reduce, ("mean", "max"))

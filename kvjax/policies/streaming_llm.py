@@ -12,6 +12,7 @@ from kvjax.allocation import (
     budget_tokens,
     check_budget,
     check_choice,
+    check_count,
     check_rows,
     from_compression_ratio,
 )
@@ -28,6 +29,7 @@ from kvjax.state import (
     ascending,
     by_head,
     pack,
+    read_before_write,
     take_rows,
     write_token,
 )
@@ -60,10 +62,9 @@ class StreamingLLM(Policy):
     prefill_mask: Literal["dense", "streaming"] = "dense"
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ValueError(f"`sinks` must not be negative, got {self.sinks}.")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"`window` must be at least 1 token, got {self.window}.")
+        check_count("sinks", self.sinks, at_least=0)
+        if self.window is not None:
+            check_count("window", self.window, at_least=1)
         if self.budget is None and self.window is None:
             raise ValueError("StreamingLLM needs a `budget` or a `window`, got neither.")
         check_choice("positions", self.positions, ("cache", "absolute"))
@@ -208,7 +209,8 @@ class StreamingLLM(Policy):
         )
         place = jnp.broadcast_to(positions[:, None], state.lengths.shape)
         slots = ring_slot(place, self._ring(state.lengths), sinks=self.sinks)
-        return attention.output.astype(query.dtype), write_token(state, spec, slots, key, value, positions)
+        output, state = read_before_write(attention.output.astype(query.dtype), state)
+        return output, write_token(state, spec, slots, key, value, positions)
 
     def _places(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
         """Where a token stands in the cache, seen from the sinks, when it is decoded."""

@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.allocation import check_choice, from_compression_ratio
+from kvjax.allocation import check_choice, check_count, from_compression_ratio
 from kvjax.policies.base import Asked, last_queries
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.scores import window_attention
@@ -34,8 +34,7 @@ class TOVA(ScoredPolicy):
     evict: Literal["prompt", "decode"] = "decode"
 
     def __post_init__(self) -> None:
-        if self.recent_tokens < 0:
-            raise ValueError(f"`recent_tokens` must not be negative, got {self.recent_tokens}.")
+        check_count("recent_tokens", self.recent_tokens, at_least=0)
         check_choice("heads", self.heads, ("kv_head", "all"))
         if self.heads == "all" and self.evict == "decode":
             raise ValueError(

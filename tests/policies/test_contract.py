@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def kvpress_like(policy: kvjax.ScoredPolicy, budget: int | float) -> kvjax.Polic
     return dataclasses.replace(policy, budget=budget)
 
 
-def duo(budget: int | float, prefill_mask: str = "dense") -> kvjax.Policy:
+def duo(budget: int | float, prefill_mask: Literal["dense", "streaming"] = "dense") -> kvjax.Policy:
     assert isinstance(budget, int)
     pattern = kvjax.HeadPattern.of([[0.1, 0.9]])
     return kvjax.DuoAttention(pattern=pattern, sparsity=0.5, sinks=4, recent=budget - 4, prefill_mask=prefill_mask)
@@ -61,7 +62,7 @@ def duo_held(budget: int, length: int) -> tuple[int, int]:
     return min(budget, length), length
 
 
-SNAPKV = {"window": 4, "kernel": 3}
+SNAPKV: dict[str, Any] = {"window": 4, "kernel": 3}
 POLICIES = {
     "full": Case(lambda b: kvjax.Full(), held=lambda b, n: (n, n), fractions=False, unbounded=True),
     "streaming_llm": Case(lambda b: kvjax.StreamingLLM(budget=b), True, cache_places),

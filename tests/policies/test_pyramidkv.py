@@ -207,7 +207,6 @@ def test_a_rows_lengths_do_not_depend_on_its_batch(turns):
     assert [layer[0] for layer in lengths(alone)] == [layer[0] for layer in lengths(first)]
 
 
-@pytest.mark.xfail(strict=True, reason="a layer's slots fit any prompt up to the longest, and short ones are flatter")
 def test_a_long_prompts_cache_has_the_budgets_slots(tiny):
     """Broken by: slots for shorter prompts, which give the upper layers more, where there is none."""
     prompt = np.random.default_rng(5).integers(0, 512, 90)

@@ -43,9 +43,10 @@ def column_sums(
             probabilities = jnp.where(seen, jnp.exp(scores - log_sum_exp[block][..., None]), 0.0)
             return total + probabilities.sum((2, 3))
 
-        # Query blocks that end before the block's first key see none of it.
+        # The first query blocks see none of it where they end before its first key. The running maximum, because a
+        # block of pads at the end has no position, and must not count as one of the first.
         held = jnp.where(columns >= 0, columns, jnp.iinfo(jnp.int32).max)
-        first = (positions.max((1, 2)) < held.min()).sum(dtype=jnp.int32)
+        first = (jax.lax.cummax(positions.max((1, 2))) < held.min()).sum(dtype=jnp.int32)
         start = jnp.zeros((batch, kv_heads, key_block), jnp.float32)
         return jax.lax.fori_loop(first, query_blocks, add, start)
 

@@ -46,8 +46,8 @@ def ragged_decode_attention(
 ) -> DecodeAttention:
     """See `api.ragged_decode_attention`.
 
-    Segments of one size share one product; others take one each. With a start for each row, all heads' queries go
-    over all rows: the cache is still read once, and what another head owns is masked.
+    Segments of one size share one product. Otherwise all heads' queries go over all rows: the cache is still read
+    once, and what another head owns is masked.
     """
     batch, query_heads, head_dim = query.shape
     kv_heads = lengths.shape[1]
@@ -59,6 +59,9 @@ def ragged_decode_attention(
     def grouped(x: Float[Array, "B N D"] | None) -> Float[Array, "B K G D"] | None:
         return None if x is None else x.reshape(batch, kv_heads, group, head_dim)
 
+    if segments is not None and len(set(segments)) > 1 and sink_query is None:
+        # Slices of unequal segments would be copied at every step.
+        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
     arrays = grouped(query), grouped(sink_query), per_query(own_key), per_query(own_value)
     pieces = []
     if starts is not None:
