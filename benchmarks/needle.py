@@ -60,13 +60,13 @@ def attend_prompt(query, key, value, positions, rope):
     """Full attention of one layer, and what policies look at."""
     rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
     output, log_sum_exp = prefill_attention(rotated, key, value, log_sum_exp=True)
-    return output, prompt_rows(key, value, positions), Asked(rotated, query, positions, log_sum_exp, None)
+    return output, prompt_rows(key, value, positions), (rotated, query, positions, log_sum_exp)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec", "rope"))
 def compress(policy, spec, rows, asked, rope):
     """One layer's state."""
-    return pack(policy.compress(spec, rows, asked._replace(rope=rope)), spec)
+    return pack(policy.compress(spec, rows, Asked(asked[0], asked[1], asked[2], asked[3], rope)), spec)
 
 
 def compressed(
