@@ -47,12 +47,12 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` must be {allowed}, got {value!r}.")
 
 
-def check_count(name: str, value: object, *, at_least: int) -> None:
+def check_count(name: str, value: object, *, at_least: int, unit: str = "token") -> None:
     """Raises a ValueError unless `value` is an integer of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"`{name}` must be an integer, got {value!r}.")
     if value < at_least:
-        limit = "must not be negative" if at_least == 0 else f"must be at least {at_least} token"
+        limit = "must not be negative" if at_least == 0 else f"must be at least {at_least} {unit}"
         raise ValueError(f"`{name}` {limit}, got {value}.")
 
 

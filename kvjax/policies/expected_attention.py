@@ -35,7 +35,7 @@ class ExpectedAttention(ScoredPolicy):
     no_decode_because: ClassVar[str | None] = "it expects from the mean of many queries, and a step has one"
 
     def __post_init__(self) -> None:
-        check_count("future", self.future, at_least=1)
+        check_count("future", self.future, at_least=1, unit="position")
         super().__post_init__()
 
     @classmethod

@@ -44,8 +44,7 @@ class SnapKV(ScoredPolicy):
 
     def __post_init__(self) -> None:
         check_count("window", self.window, at_least=1)
-        check_count("kernel", self.kernel, at_least=1)
-        if self.kernel % 2 == 0:
+        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"`kernel` must be odd and positive, got {self.kernel}.")
         check_choice("pooling", self.pooling, ("max", "avg"))
         check_choice("group_reduce", self.group_reduce, ("mean", "max"))
