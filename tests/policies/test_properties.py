@@ -1,6 +1,7 @@
 """What holds for any settings, lengths and prompts; a new policy is a line in `SETTINGS`."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -83,3 +84,18 @@ def test_never_over_budget_and_never_without_a_token(make_stream, policy_class, 
     assert (positions < lengths[:, None]).all()
     inside = np.arange(WIDTH) < lengths[:, None]
     assert np.isfinite(np.asarray(output)[inside]).all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "message"),
+    [
+        (kvjax.SnapKV, {"window": 2.5}, "`window` must be an integer, got 2.5"),
+        (kvjax.StreamingLLM, {"sinks": 1.5}, "`sinks` must be an integer, got 1.5"),
+        (kvjax.StreamingLLM, {"sinks": True}, "`sinks` must be an integer, got True"),
+        (kvjax.H2O, {"recent_tokens": 7.0}, "`recent_tokens` must be an integer, got 7.0"),
+    ],
+)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_counts_of_tokens_are_integers(policy, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        policy(budget=64, **settings)
