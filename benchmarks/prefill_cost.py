@@ -1,6 +1,6 @@
 """What a policy's choice adds to the prefill, on SmolLM2: its time over the full cache's, side by side in one run.
 
-uv run python benchmarks/prefill_cost.py [--tokens 4096] [--rounds 5]
+uv run python benchmarks/prefill_cost.py [--tokens 4096] [--rounds 5] [--only H2O SnapKV]
 """
 
 import argparse
@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", help="names of policies beside Full; all by default")
     args = parser.parse_args()
     params = kvjax_models.load(kvjax_models.embedded_model()).params
     prompt = np.random.default_rng(0).integers(0, params.spec.vocab_size, args.tokens)
@@ -34,6 +35,9 @@ def main() -> None:
         "Knorm": kvjax.Knorm(budget=budget),
         "ExpectedAttention": kvjax.ExpectedAttention(budget=budget),
     }
+
+    if args.only:
+        policies = {name: policies[name] for name in ("Full", *args.only)}
 
     def seconds(policy: kvjax.Policy) -> float:
         start = time.perf_counter()
