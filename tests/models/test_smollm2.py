@@ -63,7 +63,8 @@ def test_loading_takes_five_seconds_and_one_and_a_half_gigabytes_at_most():
         "peak = [line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')];"
         "print(time.perf_counter() - start, int(peak[0]) / 1e6)"
     )
-    seconds, gigabytes = min(_run(program) for _ in range(2))
+    # The best of a few, because other work on the machine counts too.
+    seconds, gigabytes = min(_run(program) for _ in range(4))
     assert seconds < 5
     assert gigabytes < 1.5
 
