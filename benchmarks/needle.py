@@ -9,6 +9,7 @@ for `needle_kvpress.py`, whose results `--kvpress` adds to the table.
 
 import argparse
 import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Callable
@@ -38,6 +39,11 @@ POLICIES: dict[str, Callable[[int], kvjax.Policy]] = {
     "SnapKV, kvpress settings": lambda b: kvjax.SnapKV(
         budget=b, window=64, kernel=5, pooling="avg", group_order="after_pooling", sinks=0
     ),
+    "AdaKV, kvpress settings": lambda b: kvjax.AdaKV(
+        budget=b, window=64, kernel=5, pooling="avg", group_order="after_pooling", sinks=0
+    ),
+    "TOVA, kvpress settings": lambda b: kvjax.TOVA(budget=b, sinks=0, recent_tokens=1, heads="all", evict="prompt"),
+    "Knorm, kvpress settings": lambda b: kvjax.Knorm(budget=b, sinks=0, recent_tokens=0),
     "PyramidKV, kvpress window": lambda b: kvjax.PyramidKV(
         budget=b, window=64, kernel=5, pooling="avg", group_order="after_pooling", sinks=0
     ),
@@ -117,6 +123,7 @@ def main() -> None:
     """Runs what is missing, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("needle.jsonl"))
+    parser.add_argument("--budgets", type=int, nargs="*", default=BUDGETS)
     parser.add_argument("--prompts", type=pathlib.Path)
     parser.add_argument("--kvpress", type=pathlib.Path)
     args = parser.parse_args()
@@ -127,20 +134,22 @@ def main() -> None:
     if args.prompts:
         args.prompts.write_text(json.dumps(tasks))
     results = read(args.out)
-    for length, (ids, wanted) in tasks.items():
-        named = {("Full", 0): kvjax.Full()} | {(n, b): make(b) for b in BUDGETS for n, make in POLICIES.items()}
+    # One prefill serves all policies of a budget; each has a program for every layer shape, and too many programs in
+    # one process exhaust the kernel's memory maps.
+    for budget, (length, (ids, wanted)) in itertools.product(args.budgets, tasks.items()):
+        named = {(name, budget): make(budget) for name, make in POLICIES.items()} | {("Full", 0): kvjax.Full()}
         missing = {key: policy for key, policy in named.items() if (*key, length) not in results}
-        if not missing:
-            continue
-        logits, caches = compressed(loaded.params, ids, list(missing.values()))
-        for name, budget in missing:
+        logits, caches = compressed(loaded.params, ids, list(missing.values())) if missing else (None, [])
+        for name, kept in missing:
+            assert logits is not None
             texts = answers_of(loaded, logits, caches.pop(0))
             hits = [answer in text for answer, text in zip(wanted, texts, strict=True)]
-            results[name, budget, length] = hits
-            line = {"policy": name, "budget": budget, "length": length, "hits": hits, "texts": texts}
+            results[name, kept, length] = hits
+            line = {"policy": name, "budget": kept, "length": length, "hits": hits, "texts": texts}
             with args.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            print(name, budget, length, sum(hits), flush=True)
+            print(name, kept, length, sum(hits), flush=True)
+        jax.clear_caches()
     peers = read(args.kvpress) if args.kvpress else {}
     print(table(results, peers))
 

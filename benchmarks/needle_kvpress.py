@@ -25,9 +25,9 @@ def presses(kept: float) -> dict[str, object]:
         "StreamingLLM": kvpress.StreamingLLMPress(ratio),
         "SnapKV, kvpress settings": kvpress.SnapKVPress(ratio),
         "PyramidKV, kvpress window": kvpress.PyramidKVPress(ratio),
-        "AdaKV": kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
-        "TOVA": kvpress.TOVAPress(ratio),
-        "Knorm": kvpress.KnormPress(ratio),
+        "AdaKV, kvpress settings": kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
+        "TOVA, kvpress settings": kvpress.TOVAPress(ratio),
+        "Knorm, kvpress settings": kvpress.KnormPress(ratio),
         "ExpectedAttention": kvpress.ExpectedAttentionPress(ratio),
     }
 
