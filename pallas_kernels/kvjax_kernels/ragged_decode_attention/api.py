@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from kvjax_kernels.dispatch import choose
+
 
 class DecodeAttention(NamedTuple):
     """What one decoding step's attention gives, float32.
@@ -52,10 +54,11 @@ def ragged_decode_attention(
             with `segments`.
         sinks: how many; 0 without `sink_query`.
         token_attention: whether each token's summed probability is wanted.
-        implementation: "xla" or "reference"; None picks by platform.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None picks by platform.
 
     Raises:
         ValueError: shapes that do not fit each other, or an unknown implementation.
+        NotImplementedError: the named implementation cannot do this.
     """
     batch, query_heads, head_dim = query.shape
     kv_heads = lengths.shape[1]
@@ -76,33 +79,67 @@ def ragged_decode_attention(
         raise ValueError("`sink_query` needs `segments`, got `starts`.")
     if (own_key is None) != (own_value is None):
         raise ValueError("`own_key` and `own_value` go together.")
-    run = _implementation(implementation)
-    return run(
+    scale = head_dim**-0.5 if scale is None else scale
+
+    def no_tpu() -> str | None:
+        from kvjax_kernels.ragged_decode_attention import tpu
+
+        return tpu.obstacle(query, kv, lengths, segments=segments, sinks=sinks)
+
+    def no_gpu() -> str | None:
+        from kvjax_kernels.ragged_decode_attention import gpu
+
+        return gpu.obstacle(query, kv, lengths, segments=segments, sinks=sinks)
+
+    choice = choose("ragged_decode_attention", implementation, {"tpu": no_tpu, "gpu": no_gpu})
+    # Imported here, so that a backend's module is loaded only where it is used.
+    if choice.backend in ("xla", "reference"):
+        if choice.backend == "xla":
+            from kvjax_kernels.ragged_decode_attention.xla import ragged_decode_attention as run
+        else:
+            from kvjax_kernels.ragged_decode_attention.reference import ragged_decode_attention as run
+        return run(
+            query,
+            kv,
+            lengths,
+            segments=segments,
+            starts=starts,
+            own_key=own_key,
+            own_value=own_value,
+            scale=scale,
+            sink_query=sink_query,
+            sinks=sinks,
+            token_attention=token_attention,
+        )
+    if choice.backend == "tpu":
+        from kvjax_kernels.ragged_decode_attention.tpu import attend_parts
+    else:
+        from kvjax_kernels.ragged_decode_attention.gpu import attend_parts
+    from kvjax_kernels.ragged_decode_attention.parts import combine
+
+    parts = attend_parts(
         query,
         kv,
         lengths,
         segments=segments,
         starts=starts,
-        own_key=own_key,
-        own_value=own_value,
-        scale=head_dim**-0.5 if scale is None else scale,
+        scale=scale,
         sink_query=sink_query,
         sinks=sinks,
-        token_attention=token_attention,
+        scores=token_attention,
+        interpret=choice.interpret,
     )
-
-
-def _implementation(name: str | None):
-    # Imported here, so that a backend's module is loaded only where it is used.
-    if name is None or name == "xla":
-        from kvjax_kernels.ragged_decode_attention import xla
-
-        return xla.ragged_decode_attention
-    if name == "reference":
-        from kvjax_kernels.ragged_decode_attention import reference
-
-        return reference.ragged_decode_attention
-    raise ValueError(f'`implementation` must be "xla" or "reference", got {name!r}.')
+    return combine(
+        parts,
+        query,
+        lengths,
+        slots=kv.shape[1],
+        segments=segments,
+        starts=starts,
+        own_key=own_key,
+        own_value=own_value,
+        scale=scale,
+    )
 
 
 def head_starts(segments: tuple[int, ...]) -> tuple[int, ...]:
