@@ -20,10 +20,10 @@ import numpy as np
 
 import kvjax
 import kvjax_models
+from kvjax.attention import Asked
 from kvjax.evaluation import needle
-from kvjax.policies.base import Asked, prompt_rows
+from kvjax.policies.base import prompt_rows
 from kvjax.prompts import batch_of
-from kvjax.state import pack
 from kvjax_kernels import prefill_attention
 
 LENGTHS, BUDGETS, DEPTHS, NEW_TOKENS = (1000, 2000), (512, 256, 128), 10, 28
@@ -72,7 +72,7 @@ def attend_prompt(query, key, value, positions, rope):
 @functools.partial(jax.jit, static_argnames=("policy", "spec", "rope"))
 def compress(policy, spec, rows, asked, rope):
     """One layer's state."""
-    return pack(policy.compress(spec, rows, Asked(asked[0], asked[1], asked[2], asked[3], rope)), spec)
+    return policy.keep(spec, rows, Asked(asked[0], asked[1], asked[2], asked[3], rope))
 
 
 def compressed(

@@ -24,7 +24,7 @@ from kvjax.policies import (
 )
 from kvjax.prompts import LongContextWarning
 from kvjax.saving import restore_cache, save_cache
-from kvjax.state import EMPTY, Cache, LayerSpec, LayerState, ModelSpec, Rows
+from kvjax.state import EMPTY, Cache, Kept, LayerSpec, LayerState, ModelSpec, Rows
 from kvjax.statistics import Stats, cache_bytes, kept_positions
 from kvjax.steps import decode, extend, prefill
 
@@ -41,6 +41,7 @@ __all__ = [
     "ExpectedAttention",
     "Full",
     "HeadPattern",
+    "Kept",
     "Knorm",
     "LayerSpec",
     "LayerState",

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.implementation import Ran, check_implementation
 from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy
 from kvjax.policies.full import Full
@@ -19,6 +20,7 @@ from kvjax.state import Cache
 from kvjax.statistics import Stats, cache_bytes, full_cache_bytes, kept_tokens
 from kvjax.steps import check_cache, decode_step, dtype_name, extend_batch, prefill_batch
 from kvjax.text import TextStream
+from kvjax_kernels.dispatch import record
 
 FinishReason = Literal["stop", "length"]
 
@@ -91,6 +93,7 @@ def generate(
     callback: Callable[[NewToken], None] | None = None,
     cache: Cache | None = None,
     cache_dtype: object = None,
+    implementation: str | Mapping[str, str] | None = None,
 ) -> Result:
     """Answers a prompt, or a batch of them, with a compressed cache.
 
@@ -114,9 +117,14 @@ def generate(
         callback: gets a `NewToken` at every step.
         cache: of an earlier result: the prompt continues it.
         cache_dtype: of cached keys and values, float32 or bfloat16; the model's by default.
+        implementation: which kernels run, one name for all operations or a name for some of them
+            (`kvjax.implementation.OPERATIONS`): "tpu", "gpu", "xla", "reference", "tpu-interpret", "gpu-interpret".
+            By default the platform's kernels where they can do what is asked, else "xla"; `stats.implementations`
+            tells. A `cache` goes on with its own unless one is named.
 
     Raises:
         ValueError: arguments that cannot be; see the message.
+        NotImplementedError: a named implementation that cannot do this.
     """
     model = check_model(params)
     room = check_new_tokens(max_new_tokens)
@@ -124,15 +132,18 @@ def generate(
     stops = _stop_tokens(stop_tokens, model)
     stop_texts = _stop_strings(stop_strings, tokenizer)
     policy = _policy(policy, cache, model, cache_dtype)
+    forced = check_implementation(implementation)
     batch = batch_of(token_rows(prompt, model=model.spec, tokenizer=tokenizer))
     rows = len(batch.lengths)
     keys = row_keys(seed, rows)
 
     started = time.perf_counter()
     if cache is None:
-        logits, cache = prefill_batch(model, batch, policy=policy, room=room, cache_dtype=cache_dtype)
+        logits, cache, ran = prefill_batch(
+            model, batch, policy=policy, room=room, cache_dtype=cache_dtype, implementation=forced
+        )
     else:
-        logits, cache = extend_batch(model, cache, batch, room=room)
+        logits, cache, ran = extend_batch(model, cache if forced is None else cache.using(forced), batch, room=room)
     logits.block_until_ready()
     prefilled = time.perf_counter()
 
@@ -147,9 +158,9 @@ def generate(
     advance = functools.partial(_decode_loop, leaves, structure=structure, stops=stops, keys=keys, sampling=sampling)
     streams = None if tokenizer is None else [TextStream(tokenizer, stop_texts) for _ in range(rows)]
     if callback is None and not stop_texts:
-        progress = advance(progress, steps=room)
+        progress, decoding = advance(progress, steps=room)
     else:
-        progress = _watch(progress, advance, streams, callback)
+        progress, decoding = _watch(progress, advance, streams, callback)
     progress.counts.block_until_ready()
     decoded = time.perf_counter()
 
@@ -164,7 +175,14 @@ def generate(
             "stop" if s or a[-1] in np.asarray(stops) else "length" for a, s in zip(answers, stopped, strict=True)
         ],
         cache=progress.cache,
-        stats=_stats(progress, batch, room, prefilled - started, decoded - prefilled),
+        stats=_stats(
+            progress,
+            batch,
+            room,
+            implementations=dict(ran.operations + decoding.operations),
+            prefill_seconds=prefilled - started,
+            decode_seconds=decoded - prefilled,
+        ),
     )
 
 
@@ -179,7 +197,7 @@ def _texts(
     return [tokenizer.decode(answer.tolist(), skip_special_tokens=True) for answer in answers]
 
 
-def _stats(progress: _Progress, batch: Batch, room: int, prefill_seconds: float, decode_seconds: float) -> Stats:
+def _stats(progress: _Progress, batch: Batch, room: int, **measured: Any) -> Stats:
     cache, lengths = progress.cache, np.asarray(progress.counts)
     seen = np.asarray(cache.next_position)
     return Stats(
@@ -189,8 +207,7 @@ def _stats(progress: _Progress, batch: Batch, room: int, prefill_seconds: float,
         seen_tokens=float(seen.mean()),
         cache_bytes=cache_bytes(cache),
         full_cache_bytes=full_cache_bytes(cache, int((seen - lengths).max()) + room),
-        prefill_seconds=prefill_seconds,
-        decode_seconds=decode_seconds,
+        **measured,
     )
 
 
@@ -226,15 +243,15 @@ def _stop_tokens(stop_tokens: int | Sequence[int] | None, model: Model) -> jax.A
 
 def _watch(
     progress: _Progress,
-    advance: Callable[..., _Progress],
+    advance: Callable[..., tuple[_Progress, Ran]],
     streams: list[TextStream] | None,
     callback: Callable[[NewToken], None] | None,
-) -> _Progress:
+) -> tuple[_Progress, Ran]:
     """Decodes with the host looking at every token."""
-    active = np.asarray(progress.active)
+    active, ran = np.asarray(progress.active), Ran(())
     for step in range(progress.tokens.shape[1]):
         before = active
-        progress = advance(progress, steps=1)
+        progress, ran = advance(progress, steps=1)
         # A row that was active has one more token, at this step's place.
         tokens = np.where(before, np.asarray(progress.tokens[:, step]), -1)
         active = np.asarray(progress.active)
@@ -254,7 +271,7 @@ def _watch(
             callback(NewToken(tokens, pieces))
         if not active.any():
             break
-    return progress
+    return progress, ran
 
 
 @functools.partial(jax.jit, static_argnames="structure", donate_argnames="progress")
@@ -267,8 +284,8 @@ def _decode_loop(
     keys: jax.Array,
     sampling: SamplingArrays | None,
     steps: int | jax.Array,
-) -> _Progress:
-    """Up to `steps` tokens for every active row."""
+) -> tuple[_Progress, Ran]:
+    """Up to `steps` tokens for every active row, and what runs."""
     model: Model = jax.tree.unflatten(structure, leaves)
     longest = progress.tokens.shape[1]
     row = jnp.arange(progress.tokens.shape[0])
@@ -288,5 +305,6 @@ def _decode_loop(
         ended = (token[:, None] == stops[None]).any(-1) | (counts >= longest)
         return step + 1, _Progress(cache, logits, tokens, counts, now.active & ~ended)
 
-    _, progress = jax.lax.while_loop(goes_on, body, (jnp.zeros((), jnp.int32), progress))
-    return progress
+    with record() as ran:
+        _, progress = jax.lax.while_loop(goes_on, body, (jnp.zeros((), jnp.int32), progress))
+    return progress, Ran.of(ran)

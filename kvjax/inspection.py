@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.attention import Asked
 from kvjax.model import Model, check_model
-from kvjax.policies.base import Asked, Policy, last_queries
+from kvjax.policies.base import Policy, last_queries
 from kvjax.prompts import Tokenizer, batch_of, check_policy, token_rows
-from kvjax.scores import window_attention
 from kvjax.state import EMPTY, Cache
 from kvjax.statistics import kept_positions
 from kvjax.steps import prefill_batch
-from kvjax_kernels import prefill_attention
+from kvjax_kernels import pooled_attention, prefill_attention
 
 #: Queries that are scored at once; bounds the memory, which is that of so many rows of attention.
 _BLOCK = 128
@@ -86,7 +86,7 @@ def attention_mass(params: Model, tokens: object, *, policy: Policy, queries: in
         )
     contexts = [row[:-queries] for row in rows]
     # Nothing is decoded; one shape for all numbers of queries.
-    _, cache = prefill_batch(model, batch_of(contexts), policy=policy, room=1)
+    _, cache, _ = prefill_batch(model, batch_of(contexts), policy=policy, room=1)
     batch = batch_of(rows)
     leaves, structure = jax.tree.flatten(model)
     received = _received(leaves, batch.tokens, batch.lengths, structure=structure, queries=queries)
@@ -194,12 +194,13 @@ def _summed_attention(
 ) -> Float[Array, "B K T"]:
     """The attention that each token gets, summed over queries and the query heads of each KV head."""
     batch, length, kv_heads, _ = key.shape
-    key = key.swapaxes(1, 2)
+    # Values take no part in it.
+    kv = jnp.concatenate([key, jnp.zeros_like(key)], axis=-1).swapaxes(1, 2)
     key_positions = jnp.broadcast_to(positions[:, None], (batch, kv_heads, length))
     total = jnp.zeros((batch, kv_heads, length), jnp.float32)
     for start in range(0, query.shape[1], _BLOCK):
         block = query_positions[:, start : start + _BLOCK]
-        # Every query exists, because every row is longer: a mean over queries is a sum over so many.
-        mean = window_attention(query[:, start : start + _BLOCK], block, key, key_positions, group_reduce="none")
-        total = total + mean.sum(2) * block.shape[1]
+        # Every query exists, because every row is longer: a mean over queries and heads is a sum over so many.
+        mean = pooled_attention(query[:, start : start + _BLOCK], kv, block, key_positions)
+        total = total + mean * (block.shape[1] * query.shape[2] // kv_heads)
     return total

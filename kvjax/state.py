@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.rope import Rotation
+from kvjax_kernels import compact
+from kvjax_kernels.dispatch import Implementation, implementation_of
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Policy
@@ -71,6 +73,7 @@ class LayerSpec:
         dtype: of the cached rows.
         shared: whether the heads of a layer share all its slots, split for each row by what its tokens are worth;
             `kept` and `slots` are then the heads' means.
+        implementation: which kernels run, see `kvjax_kernels.dispatch`; None picks by platform.
     """
 
     model: ModelSpec
@@ -80,6 +83,7 @@ class LayerSpec:
     max_length: int
     dtype: str
     shared: bool = False
+    implementation: Implementation = None
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -129,21 +133,43 @@ class Rows(NamedTuple):
     """Tokens by KV head, all heads padded to one length: what attention and selection of many tokens work on.
 
     Attributes:
-        key: [B, K, S, D], rotated to absolute positions.
-        value: [B, K, S, D].
-        positions: [B, K, S]; a head's tokens come first, then `EMPTY`.
+        kv: [B, K, S, 2D], the key, rotated to its absolute position, then the value.
+        positions: [B, K, S]; a head's tokens come first, in ascending order, then `EMPTY`.
         scores: [B, K, S] float32 or None: what the policy has remembered of cached tokens.
     """
 
-    key: Float[Array, "B K S D"]
-    value: Float[Array, "B K S D"]
+    kv: Float[Array, "B K S twoD"]
     positions: Int[Array, "B K S"]
     scores: Float[Array, "B K S"] | None = None
+
+    @property
+    def key(self) -> Float[Array, "B K S D"]:
+        """The keys."""
+        return self.kv[..., : self.kv.shape[-1] // 2]
+
+    @property
+    def value(self) -> Float[Array, "B K S D"]:
+        """The values."""
+        return self.kv[..., self.kv.shape[-1] // 2 :]
 
     @property
     def lengths(self) -> Int[Array, "B K"]:
         """Tokens of each head."""
         return (self.positions != EMPTY).sum(-1, dtype=jnp.int32)
+
+
+class Kept(NamedTuple):
+    """Which of a layer's `Rows` stay, and in which slot of its head's segment.
+
+    Attributes:
+        tokens: [B, K, C], for each slot the token along S that it gets; None where slot i gets token i.
+        held: [B, K, C], the slots that get one: a prefix of each head's.
+        scores: [B, K, S] float32, of all rows, where the policy needs them for its next step.
+    """
+
+    tokens: Int[Array, "B K C"] | None
+    held: Bool[Array, "B K C"]
+    scores: Float[Array, "B K S"] | None = None
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -190,14 +216,21 @@ class Cache:
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> "Cache":
         """See `jax.tree_util.register_pytree_with_keys_class`."""
-        layers, next_position = children
-        policy, specs, room = static
-        return cls(layers, next_position, policy=policy, specs=specs, room=room)
+        # Not through __init__: what JAX puts in place of arrays need not be arrays.
+        cache = object.__new__(cls)
+        cache.layers, cache.next_position = children
+        cache.policy, cache.specs, cache.room = static
+        return cache
 
     @property
     def model(self) -> ModelSpec:
         """The model that the cache belongs to."""
         return self.specs[0].model
+
+    def using(self, implementation: Implementation) -> "Cache":
+        """The same cache, whose next steps run other kernels."""
+        specs = tuple(dataclasses.replace(spec, implementation=implementation) for spec in self.specs)
+        return Cache(self.layers, self.next_position, policy=self.policy, specs=specs, room=self.room)
 
     def __repr__(self) -> str:
         batch = self.next_position.shape[0]
@@ -233,38 +266,84 @@ def segments(x: Array, state: LayerState, spec: LayerSpec) -> Array:
 
 
 def by_head(state: LayerState, spec: LayerSpec) -> Rows:
-    """A layer's tokens as `Rows`; empty slots are zeroed."""
+    """A layer's tokens as `Rows`, in the order of their slots; empty slots are zeroed."""
     held = jnp.arange(spec.widest)[None, None] < state.lengths[:, :, None]
     kv = segments(state.kv, state, spec)
-    key, value = jnp.split(jnp.where(held[..., None], kv, jnp.zeros((), kv.dtype)), 2, axis=-1)
     positions = jnp.where(held, segments(state.positions, state, spec), EMPTY)
     scores = None if state.scores is None else jnp.where(held, segments(state.scores, state, spec), 0.0)
-    return Rows(key, value, positions, scores)
+    return Rows(jnp.where(held[..., None], kv, jnp.zeros((), kv.dtype)), positions, scores)
 
 
-def pack(rows: Rows, spec: LayerSpec) -> LayerState:
-    """The layer state that holds `rows`; what lies past a segment's slots must be empty."""
-    kv = jnp.concatenate([rows.key, rows.value], axis=-1).astype(spec.dtype)
-    starts = _shared_starts(rows.lengths, spec) if spec.shared else None
+def append_rows(held: Rows, added: Rows) -> Rows:
+    """The tokens of both in ascending position, without gaps; the pads of `added` come after its tokens."""
+    positions = jnp.concatenate([held.positions, added.positions], axis=2)
+    last = jnp.iinfo(jnp.int32).max
+    order = jnp.argsort(jnp.where(positions == EMPTY, last, positions), axis=-1)
+    scores = None
+    if held.scores is not None:
+        scores = jnp.concatenate([held.scores, jnp.zeros(added.positions.shape, jnp.float32)], axis=2)
+    return Rows(
+        kv=_along_slots(jnp.concatenate([held.kv, added.kv.astype(held.kv.dtype)], axis=2), order),
+        positions=_along_slots(positions, order),
+        scores=None if scores is None else _along_slots(scores, order),
+    )
 
-    def join(x: Array, fill: float) -> Array:
-        pad = [(0, 0)] * x.ndim
-        pad[2] = (0, max(0, max(spec.slots) - x.shape[2]))
-        x = jnp.pad(x, pad, constant_values=fill)
-        if starts is not None:
-            return _place(x, starts, rows.lengths, sum(spec.slots), fill)
-        if spec.is_uniform:
-            x = x[:, :, : spec.slots[0]]
-            return x.reshape(x.shape[0], -1, *x.shape[3:])
-        return jnp.concatenate([x[:, head, :slots] for head, slots in enumerate(spec.slots)], axis=1)
 
+def pack(rows: Rows, kept: Kept, spec: LayerSpec) -> LayerState:
+    """The layer state that holds the tokens of `rows` that stay, each in its slot; one pass over the rows."""
+    lengths = kept.held.sum(-1, dtype=jnp.int32)
+    starts = _shared_starts(lengths, spec) if spec.shared else None
+    scores = None if kept.scores is None else kept.scores
+    if kept.tokens is None and spec.is_uniform:
+        slots = spec.slots[0]
+        positions = jnp.where(kept.held, rows.positions[:, :, : kept.held.shape[2]], EMPTY)
+        return LayerState(
+            kv=_prefix(rows.kv.astype(spec.dtype), slots, 0),
+            positions=_prefix(positions, slots, EMPTY),
+            lengths=lengths,
+            scores=None if scores is None else _prefix(scores, slots, 0.0),
+        )
+    source = _sources(kept, starts, lengths, spec, rows.positions.shape[2])
+    batch = source.shape[0]
+
+    def take(x: Array, fill: float) -> Array:
+        taken = jnp.take_along_axis(x.reshape(batch, -1), jnp.maximum(source, 0), axis=1)
+        return jnp.where(source >= 0, taken, jnp.asarray(fill, x.dtype))
+
+    kv = rows.kv.astype(spec.dtype).reshape(batch, -1, rows.kv.shape[-1])
     return LayerState(
-        kv=join(kv, 0),
-        positions=join(rows.positions, EMPTY),
-        lengths=rows.lengths,
-        scores=None if rows.scores is None else join(rows.scores, 0.0),
+        kv=compact(kv, source, implementation=implementation_of(spec.implementation, "compact")),
+        positions=take(rows.positions, EMPTY),
+        lengths=lengths,
+        scores=None if scores is None else take(scores, 0.0),
         starts=starts,
     )
+
+
+def _prefix(x: Array, slots: int, fill: float) -> Array:
+    """The first `slots` along axis 2 of [B, K, S, ...], filled up where there are fewer, as [B, K * slots, ...]."""
+    pad = [(0, 0)] * x.ndim
+    pad[2] = (0, max(0, slots - x.shape[2]))
+    x = jnp.pad(x[:, :, :slots], pad, constant_values=fill)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _sources(
+    kept: Kept, starts: Int[Array, "B K"] | None, lengths: Int[Array, "B K"], spec: LayerSpec, length: int
+) -> Int[Array, "B C"]:
+    """For each slot of the layer, the row of the heads' rows laid one after another that it gets, or `EMPTY`."""
+    batch, kv_heads, widest = kept.held.shape
+    index = jnp.arange(widest)[None, None] if kept.tokens is None else kept.tokens
+    rows = jnp.where(kept.held, index + length * jnp.arange(kv_heads)[None, :, None], EMPTY)
+    if starts is None:
+        parts = [_prefix(rows[:, head : head + 1], slots, EMPTY) for head, slots in enumerate(spec.slots)]
+        return jnp.concatenate(parts, axis=1).astype(jnp.int32)
+    slot = jnp.arange(sum(spec.slots))[None]
+    owner = (slot[:, None] >= starts[:, :, None]).sum(1) - 1
+    offset = slot - jnp.take_along_axis(starts, owner, axis=1)
+    held = offset < jnp.take_along_axis(lengths, owner, axis=1)
+    place = owner * widest + jnp.minimum(offset, widest - 1)
+    return jnp.where(held, jnp.take_along_axis(rows.reshape(batch, -1), place, axis=1), EMPTY).astype(jnp.int32)
 
 
 def _shared_starts(lengths: Int[Array, "B K"], spec: LayerSpec) -> Int[Array, "B K"]:
@@ -274,70 +353,8 @@ def _shared_starts(lengths: Int[Array, "B K"], spec: LayerSpec) -> Int[Array, "B
     return jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
 
 
-def _place(x: Array, starts: Int[Array, "B K"], lengths: Int[Array, "B K"], slots: int, fill: float) -> Array:
-    """Heads [B, K, C, ...] laid into one row of slots [B, slots, ...], each from its own start."""
-    batch, kv_heads, widest = x.shape[:3]
-    slot = jnp.arange(slots)[None, None]
-    owner = (slot >= starts[:, :, None]).sum(1) - 1
-    offset = slot[:, 0] - jnp.take_along_axis(starts, owner, axis=1)
-    held = offset < jnp.take_along_axis(lengths, owner, axis=1)
-    index = owner * widest + jnp.minimum(offset, widest - 1)
-    tail = (1,) * (x.ndim - 3)
-    flat = x.reshape(batch, kv_heads * widest, *x.shape[3:])
-    taken = jnp.take_along_axis(flat, index.reshape(batch, slots, *tail), axis=1)
-    return jnp.where(held.reshape(batch, slots, *tail), taken, jnp.asarray(fill, x.dtype))
-
-
-def ascending(rows: Rows) -> Rows:
-    """The same tokens in ascending order of position, empty slots last."""
-    last = jnp.iinfo(jnp.int32).max
-    order = jnp.argsort(jnp.where(rows.positions == EMPTY, last, rows.positions), axis=-1)
-    return take_rows(rows, order, jnp.take_along_axis(rows.positions, order, axis=-1) != EMPTY)
-
-
-def append_rows(held: Rows, added: Rows) -> Rows:
-    """`held`, then `added`, without the gap that empty slots would leave between them.
-
-    Args:
-        held: cached tokens.
-        added: new tokens; a row's pads come after its tokens.
-    """
-    slots, length = held.positions.shape[2], added.positions.shape[2]
-    index = jnp.arange(slots + length)[None, None]
-    count = held.lengths[:, :, None]
-    source = jnp.where(index < count, index, slots + index - count)
-    source = jnp.minimum(source, slots + length - 1)
-    past_end = index >= count + added.lengths[:, :, None]
-
-    def gather(a: jax.Array, b: jax.Array) -> jax.Array:
-        both = jnp.concatenate([a, b.astype(a.dtype)], axis=2)
-        where = source if both.ndim == 3 else source[..., None]
-        return jnp.take_along_axis(both, where, axis=2)
-
-    scores = None
-    if held.scores is not None:
-        fresh = jnp.zeros(added.positions.shape, jnp.float32) if added.scores is None else added.scores
-        scores = gather(held.scores, fresh)
-    return Rows(
-        key=gather(held.key, added.key),
-        value=gather(held.value, added.value),
-        positions=jnp.where(past_end, EMPTY, gather(held.positions, added.positions)),
-        scores=scores,
-    )
-
-
-def take_rows(rows: Rows, index: Int[Array, "B K C"], chosen: "jax.Array") -> Rows:
-    """The tokens at `index` [B, K, C]; those not `chosen` [B, K, C] are empty, and must come last."""
-
-    def gather(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, index if x.ndim == 3 else index[..., None], axis=2)
-
-    return Rows(
-        key=gather(rows.key),
-        value=gather(rows.value),
-        positions=jnp.where(chosen, gather(rows.positions), EMPTY),
-        scores=None if rows.scores is None else gather(rows.scores),
-    )
+def _along_slots(x: Array, index: Int[Array, "B K C"]) -> Array:
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 3)), axis=2)
 
 
 def read_before_write(output: Array, state: LayerState) -> tuple[Array, LayerState]:

@@ -22,6 +22,7 @@ class Stats:
             room for new ones, in every row.
         prefill_seconds: until the first scores, compilation included.
         decode_seconds: for the new tokens, compilation included.
+        implementations: which implementation of each kernel operation ran.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -32,6 +33,7 @@ class Stats:
     full_cache_bytes: int
     prefill_seconds: float
     decode_seconds: float
+    implementations: dict[str, str]
 
     @property
     def tokens_per_second(self) -> float:

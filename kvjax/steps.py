@@ -1,7 +1,8 @@
 """The compiled steps: a prompt in, further tokens in, one token in."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -11,10 +12,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocation import bucket, bucket_start
+from kvjax.implementation import Ran, check_implementation
 from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy
 from kvjax.prompts import Batch, batch_of, check_new_tokens, check_policy, token_rows, warn_if_long
 from kvjax.state import EMPTY, Attend, Cache, LayerSpec, LayerState
+from kvjax_kernels.dispatch import Implementation, record
 
 Logits = Literal["last", "all"]
 
@@ -27,6 +30,7 @@ def prefill(
     max_new_tokens: int,
     cache_dtype: object = None,
     logits: Logits = "last",
+    implementation: str | Mapping[str, str] | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Runs a prompt through the model and keeps what the policy keeps.
 
@@ -37,6 +41,7 @@ def prefill(
         max_new_tokens: tokens to be decoded after it; the cache has room for them.
         cache_dtype: of cached keys and values, float32 or bfloat16; the model's by default.
         logits: "last", or "all" for every token of the prompt.
+        implementation: which kernels run, here and in `extend` and `decode` of the cache: see `generate`.
 
     Returns:
         float32 logits [B, V] of each row's last token, or [B, T, V] of all (T the padded length; rubbish right of a
@@ -44,11 +49,16 @@ def prefill(
 
     Raises:
         ValueError: arguments that cannot be; see the message.
+        NotImplementedError: a forced implementation that cannot do this.
     """
     model, policy = check_model(params), check_policy(policy)
     room = check_new_tokens(max_new_tokens)
+    forced = check_implementation(implementation)
     batch = batch_of(token_rows(tokens, model=model.spec))
-    return prefill_batch(model, batch, policy=policy, room=room, cache_dtype=cache_dtype, logits=logits)
+    scores, cache, _ = prefill_batch(
+        model, batch, policy=policy, room=room, cache_dtype=cache_dtype, logits=logits, implementation=forced
+    )
+    return scores, cache
 
 
 def prefill_batch(
@@ -59,14 +69,16 @@ def prefill_batch(
     room: int,
     cache_dtype: object = None,
     logits: Logits = "last",
-) -> tuple[jax.Array, Cache]:
-    """`prefill` of checked arguments."""
+    implementation: Implementation = None,
+) -> tuple[jax.Array, Cache, Ran]:
+    """`prefill` of checked arguments, and what ran."""
     policy.check_lengths(batch.lengths)
     warn_if_long(policy, model.spec, batch.longest, room)
     shortest = bucket_start(int(batch.lengths.min()))
     specs = policy.layer_specs(
         model.spec, batch.tokens.shape[1], room, shortest=shortest, dtype=dtype_name(cache_dtype)
     )
+    specs = tuple(dataclasses.replace(spec, implementation=implementation) for spec in specs)
     leaves, structure = jax.tree.flatten(model)
     return _prefill(
         leaves,
@@ -105,13 +117,14 @@ def extend(
     check_cache(model, cache)
     room = cache.room if max_new_tokens is None else check_new_tokens(max_new_tokens)
     batch = batch_of(token_rows(tokens, model=model.spec))
-    return extend_batch(model, cache, batch, room=room, logits=logits)
+    scores, cache, _ = extend_batch(model, cache, batch, room=room, logits=logits)
+    return scores, cache
 
 
 def extend_batch(
     model: Model, cache: Cache, batch: Batch, *, room: int, logits: Logits = "last"
-) -> tuple[jax.Array, Cache]:
-    """`extend` of checked arguments."""
+) -> tuple[jax.Array, Cache, Ran]:
+    """`extend` of checked arguments, and what ran."""
     seen = np.asarray(cache.next_position)
     if len(batch.lengths) != len(seen):
         raise ValueError(f"`tokens` must have a row for each of the cache's {len(seen)}, got {len(batch.lengths)}.")
@@ -123,6 +136,7 @@ def extend_batch(
     dtype = cache.specs[0].dtype
     shortest = bucket_start(int(total.min()))
     specs = cache.policy.layer_specs(model.spec, bucket(int(total.max())), room, shortest=shortest, dtype=dtype)
+    specs = tuple(dataclasses.replace(spec, implementation=cache.specs[0].implementation) for spec in specs)
     leaves, structure = jax.tree.flatten(model)
     return _extend(
         leaves, cache, batch.tokens, batch.lengths, structure=structure, specs=specs, room=room, logits=logits
@@ -238,7 +252,7 @@ def _prefill(
     specs: tuple[LayerSpec, ...],
     room: int,
     logits: Logits,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, Cache, Ran]:
     model: Model = jax.tree.unflatten(structure, leaves)
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(offset < lengths[:, None], offset, EMPTY)
@@ -246,9 +260,10 @@ def _prefill(
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, LayerState]:
         return policy.prefill(specs[layer], query, key, value, positions, model.spec.rope)
 
-    hidden, layers = _run(model, tokens, attend)
+    with record() as ran:
+        hidden, layers = _run(model, tokens, attend)
     cache = Cache(layers, lengths, policy=policy, specs=specs, room=room)
-    return _scores(model, hidden, lengths, logits), cache
+    return _scores(model, hidden, lengths, logits), cache, Ran.of(ran)
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "specs", "room", "logits"))
@@ -262,7 +277,7 @@ def _extend(
     specs: tuple[LayerSpec, ...],
     room: int,
     logits: Logits,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, Cache, Ran]:
     model: Model = jax.tree.unflatten(structure, leaves)
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(offset < lengths[:, None], cache.next_position[:, None] + offset, EMPTY)
@@ -279,9 +294,10 @@ def _extend(
             held_spec=cache.specs[layer],
         )
 
-    hidden, layers = _run(model, tokens, attend)
+    with record() as ran:
+        hidden, layers = _run(model, tokens, attend)
     extended = Cache(layers, cache.next_position + lengths, policy=cache.policy, specs=specs, room=room)
-    return _scores(model, hidden, lengths, logits), extended
+    return _scores(model, hidden, lengths, logits), extended, Ran.of(ran)
 
 
 def decode_step(model: Model, cache: Cache, token: Int[Array, "B"]) -> tuple[Float[Array, "B V"], Cache]:

@@ -4,21 +4,22 @@ B batch, T tokens of this call, N query heads, K KV heads, S slots, D head dim.
 """
 
 import abc
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.attention import Asked
 from kvjax.rope import Rotation, rotate_one
 from kvjax.state import (
     EMPTY,
+    Kept,
     LayerSpec,
     LayerState,
     ModelSpec,
     Rows,
     append_rows,
-    ascending,
     by_head,
     capacities,
     pack,
@@ -26,25 +27,7 @@ from kvjax.state import (
     write_token,
 )
 from kvjax_kernels import DecodeAttention, extend_attention, prefill_attention, ragged_decode_attention
-
-
-class Asked(NamedTuple):
-    """The queries of one call, for policies that score tokens by the attention they get.
-
-    Attributes:
-        query: [B, T, N, D], rotated to `positions`.
-        unrotated: the same before RoPE.
-        positions: [B, T], `EMPTY` for pads.
-        log_sum_exp: [B, N, T], of each query's scaled scores over all that it saw; None unless the policy asks for
-            it by `needs_log_sum_exp`.
-        rope: the model's position embedding.
-    """
-
-    query: Float[Array, "B T N D"]
-    unrotated: Float[Array, "B T N D"]
-    positions: Int[Array, "B T"]
-    log_sum_exp: Float[Array, "B N T"] | None
-    rope: Rotation
+from kvjax_kernels.dispatch import implementation_of
 
 
 class Policy(abc.ABC):
@@ -54,8 +37,9 @@ class Policy(abc.ABC):
     `decode` for one token a row. Queries, keys and values arrive before RoPE, with absolute positions: a policy
     may rotate them by another rule. A position of `EMPTY` marks a pad, or a row that is to stay as it is.
 
-    A subclass says how many tokens each head keeps (`kept_tokens`) and which (`compress`); tokens that are decoded
-    later are appended, unless it overrides `decode`.
+    A subclass says how many tokens each head keeps (`kept_tokens`) and which (`compress`). It may change what tokens
+    of a prompt and of a later turn see (`attend_prompt`, `attend_turn`); tokens that are decoded later are appended,
+    unless it overrides `decode`.
     """
 
     #: Whether `compress` uses `Asked.log_sum_exp`; some attention kernels do not give it out.
@@ -66,8 +50,8 @@ class Policy(abc.ABC):
         """For each layer and KV head, the most tokens kept of a prompt of any of `lengths`."""
 
     @abc.abstractmethod
-    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
-        """The tokens that stay, of those that are cached or came with this call.
+    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
+        """Which tokens stay, of those that are cached or came with this call.
 
         Args:
             spec: the shape of the state to come; no head may keep more than `spec.kept`.
@@ -113,6 +97,11 @@ class Policy(abc.ABC):
         """Slots of each KV head that keeps `kept` tokens of the prompt: room for the decoded ones is added."""
         return tuple(count + max_new_tokens for count in kept)
 
+    @property
+    def remembers_scores(self) -> bool:
+        """Whether its states have `scores`."""
+        return False
+
     def free_slots(self, spec: LayerSpec, state: LayerState) -> Int[Array, "B"] | None:
         """Tokens that each row can still take by `decode`; None where there is no end."""
         return (capacities(state, spec) - state.lengths).min(-1)
@@ -146,11 +135,10 @@ class Policy(abc.ABC):
             positions: 0 to n - 1, then `EMPTY` for the pads of a shorter row.
             rope: the model's position embedding.
         """
-        unrotated = query
-        query, key = rope.rotate(query, positions), rope.rotate(key, positions)
-        output, log_sum_exp = prefill_attention(query, key, value, log_sum_exp=self.needs_log_sum_exp)
+        asked, key = self._asked(spec, query, key, positions, rope)
+        output, log_sum_exp = self.attend_prompt(asked, key, value, layer=spec.layer)
         rows = prompt_rows(key, value, positions)
-        return output, pack(self.compress(spec, rows, Asked(query, unrotated, positions, log_sum_exp, rope)), spec)
+        return output, self.keep(spec, rows, asked._replace(log_sum_exp=log_sum_exp))
 
     def extend(
         self,
@@ -176,15 +164,63 @@ class Policy(abc.ABC):
             rope: the model's position embedding.
             held_spec: the shape of `state`, where it differs from `spec`.
         """
-        unrotated = query
-        query, key = rope.rotate(query, positions), rope.rotate(key, positions)
-        rows = append_rows(by_head(state, held_spec or spec), prompt_rows(key, value, positions))
-        output, log_sum_exp = extend_attention(
-            query, rows.key.astype(query.dtype), rows.value.astype(query.dtype), positions, rows.positions
+        asked, key = self._asked(spec, query, key, positions, rope)
+        held = by_head(state, held_spec or spec)
+        rows = append_rows(held, prompt_rows(key, value, positions))
+        output, log_sum_exp = self.attend_turn(asked, rows, state.lengths, layer=spec.layer)
+        return output, self.keep(spec, rows, asked._replace(log_sum_exp=log_sum_exp))
+
+    @staticmethod
+    def _asked(spec: LayerSpec, query: Array, key: Array, positions: Array, rope: Rotation) -> tuple[Asked, Array]:
+        """A call's queries, and its keys rotated."""
+        asked = Asked(rope.rotate(query, positions), query, positions, None, rope, spec.implementation)
+        return asked, rope.rotate(key, positions)
+
+    def attend_prompt(
+        self, asked: Asked, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], *, layer: int
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"] | None]:
+        """A prompt's attention over itself: its output, and the log-sum-exps if `needs_log_sum_exp`.
+
+        Args:
+            asked: the queries.
+            key: rotated.
+            value: values.
+            layer: its index.
+        """
+        del layer
+        return prefill_attention(
+            asked.query,
+            key,
+            value,
+            log_sum_exp=self.needs_log_sum_exp,
+            implementation=asked.implementation_of("prefill_attention"),
         )
-        return output, pack(
-            self.compress(spec, ascending(rows), Asked(query, unrotated, positions, log_sum_exp, rope)), spec
+
+    def attend_turn(
+        self, asked: Asked, rows: Rows, held: Int[Array, "B K"], *, layer: int
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"] | None]:
+        """The attention of further tokens over cached ones and themselves.
+
+        Args:
+            asked: the queries.
+            rows: all tokens, in ascending position.
+            held: how many of them were cached.
+            layer: its index.
+        """
+        del held, layer
+        dtype = asked.query.dtype
+        return extend_attention(
+            asked.query,
+            rows.key.astype(dtype),
+            rows.value.astype(dtype),
+            asked.positions,
+            rows.positions,
+            implementation=asked.implementation_of("extend_attention"),
         )
+
+    def keep(self, spec: LayerSpec, rows: Rows, asked: Asked) -> LayerState:
+        """The state that holds what stays of all tokens."""
+        return pack(rows, self.compress(spec, rows, asked), spec)
 
     def decode(
         self,
@@ -240,6 +276,7 @@ class Policy(abc.ABC):
             sink_query=sink_query,
             sinks=sinks,
             token_attention=token_attention,
+            implementation=implementation_of(spec.implementation, "ragged_decode_attention"),
         )
 
 
@@ -247,7 +284,7 @@ def prompt_rows(key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], po
     """The tokens of a call by KV head."""
     batch, length, kv_heads, _ = key.shape
     by_head_positions = jnp.broadcast_to(positions[:, None], (batch, kv_heads, length))
-    return Rows(key.swapaxes(1, 2), value.swapaxes(1, 2), by_head_positions)
+    return Rows(jnp.concatenate([key, value], axis=-1).swapaxes(1, 2), by_head_positions)
 
 
 def seen_tokens(rows: Rows) -> Int[Array, "B K"]:

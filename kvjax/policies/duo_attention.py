@@ -1,6 +1,7 @@
 """DuoAttention: the full cache for heads that retrieve, sinks and a window for the others."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
@@ -8,27 +9,22 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocation import check_choice, check_count
-from kvjax.attention import streaming_extend_attention, streaming_prefill_attention
+from kvjax.attention import Asked, streaming_extend_attention, streaming_prefill_attention
 from kvjax.eviction import ring_rows, ring_slot
 from kvjax.head_pattern import HeadPattern
-from kvjax.policies.base import Asked, Policy, prompt_rows, seen_tokens
+from kvjax.policies.base import Policy, seen_tokens
 from kvjax.rope import Rotation, rotate_one
 from kvjax.state import (
     EMPTY,
+    Kept,
     LayerSpec,
     LayerState,
     ModelSpec,
     Rows,
-    append_rows,
-    ascending,
-    by_head,
     capacities,
-    pack,
     read_before_write,
-    take_rows,
     write_token,
 )
-from kvjax_kernels import extend_attention, prefill_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +114,7 @@ class DuoAttention(Policy):
             return None
         return (capacities(state, spec) - state.lengths)[:, fixed].min(-1)
 
-    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
+    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
         """See `Policy.compress`. A streaming head's window lies in the ring where decoding would have written it."""
         del asked
         slots = max(spec.slots)
@@ -130,62 +126,37 @@ class DuoAttention(Policy):
         streams = jnp.asarray(self.streaming(spec.layer))[None, :, None]
         everything = index < rows.lengths[..., None]
         chosen = jnp.where(streams, in_ring, everything)
-        return take_rows(rows, jnp.where(chosen, jnp.where(streams, ring, index), 0), chosen)
+        return Kept(jnp.where(chosen, jnp.where(streams, ring, index), 0), chosen)
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        query: Float[Array, "B T N D"],
-        key: Float[Array, "B T K D"],
-        value: Float[Array, "B T K D"],
-        positions: Int[Array, "B T"],
-        rope: Rotation,
-    ) -> tuple[Float[Array, "B T N D"], LayerState]:
-        """See `Policy.prefill`."""
+    def attend_prompt(
+        self, asked: Asked, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], *, layer: int
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"] | None]:
+        """See `Policy.attend_prompt`."""
         if self.prefill_mask == "dense":
-            return super().prefill(spec, query, key, value, positions, rope)
-        rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
+            return super().attend_prompt(asked, key, value, layer=layer)
 
-        def attend(query: Array, heads: np.ndarray, streams: bool) -> Array:
+        def attend(part: Asked, heads: np.ndarray, streams: bool) -> Array:
             keys, values = key[:, :, heads], value[:, :, heads]
-            if not streams:
-                return prefill_attention(query, keys, values)[0]
-            return streaming_prefill_attention(
-                query, query, keys, values, positions, window=self.recent, sinks=self.sinks
-            )
-
-        output = self._by_kind(spec, rotated, attend)
-        rows = prompt_rows(key, value, positions)
-        return output, pack(self.compress(spec, rows, Asked(rotated, query, positions, None, rope)), spec)
-
-    def extend(
-        self,
-        spec: LayerSpec,
-        state: LayerState,
-        query: Float[Array, "B T N D"],
-        key: Float[Array, "B T K D"],
-        value: Float[Array, "B T K D"],
-        positions: Int[Array, "B T"],
-        rope: Rotation,
-        *,
-        held_spec: LayerSpec | None = None,
-    ) -> tuple[Float[Array, "B T N D"], LayerState]:
-        """See `Policy.extend`."""
-        if self.prefill_mask == "dense":
-            return super().extend(spec, state, query, key, value, positions, rope, held_spec=held_spec)
-        rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
-        held = by_head(state, held_spec or spec)
-        rows = ascending(append_rows(held, prompt_rows(key, value, positions)))
-
-        def attend(query: Array, heads: np.ndarray, streams: bool) -> Array:
-            part = Rows(rows.key[:, heads], rows.value[:, heads], rows.positions[:, heads])
             if streams:
-                return streaming_extend_attention(query, query, part, positions, window=self.recent, sinks=self.sinks)
-            keys, values = part.key.astype(query.dtype), part.value.astype(query.dtype)
-            return extend_attention(query, keys, values, positions, part.positions)[0]
+                return streaming_prefill_attention(part, part.query, keys, values, window=self.recent, sinks=self.sinks)
+            return super(DuoAttention, self).attend_prompt(part, keys, values, layer=layer)[0]
 
-        output = self._by_kind(spec, rotated, attend)
-        return output, pack(self.compress(spec, rows, Asked(rotated, query, positions, None, rope)), spec)
+        return self._by_kind(asked, layer, attend), None
+
+    def attend_turn(
+        self, asked: Asked, rows: Rows, held: Int[Array, "B K"], *, layer: int
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"] | None]:
+        """See `Policy.attend_turn`."""
+        if self.prefill_mask == "dense":
+            return super().attend_turn(asked, rows, held, layer=layer)
+
+        def attend(part: Asked, heads: np.ndarray, streams: bool) -> Array:
+            mine = Rows(rows.kv[:, heads], rows.positions[:, heads])
+            if streams:
+                return streaming_extend_attention(part, part.query, mine, window=self.recent, sinks=self.sinks)
+            return super(DuoAttention, self).attend_turn(part, mine, held[:, heads], layer=layer)[0]
+
+        return self._by_kind(asked, layer, attend), None
 
     def decode(
         self,
@@ -208,16 +179,18 @@ class DuoAttention(Policy):
         output, state = read_before_write(output, state)
         return output, write_token(state, spec, slots, key, value, jnp.where(full, EMPTY, positions))
 
-    def _by_kind(self, spec: LayerSpec, query: Float[Array, "B T N D"], attend) -> Float[Array, "B T N D"]:
-        """Attention of retrieval and of streaming heads, each by `attend(query, KV heads, streams)`, in order."""
-        streams = self.streaming(spec.layer)
-        batch, length, query_heads, head_dim = query.shape
-        grouped = query.reshape(batch, length, len(streams), -1, head_dim)
+    def _by_kind(
+        self, asked: Asked, layer: int, attend: Callable[[Asked, np.ndarray, bool], Array]
+    ) -> Float[Array, "B T N D"]:
+        """Attention of retrieval and of streaming heads, each by `attend(queries, KV heads, streams)`, in order."""
+        streams = self.streaming(layer)
+        batch, length, query_heads, head_dim = asked.query.shape
+        grouped = asked.query.reshape(batch, length, len(streams), -1, head_dim)
         order, outputs = [], []
         for kind in (False, True):
             heads = np.flatnonzero(streams == kind)
             if len(heads):
-                part = grouped[:, :, heads].reshape(batch, length, -1, head_dim)
+                part = asked._replace(query=grouped[:, :, heads].reshape(batch, length, -1, head_dim))
                 outputs.append(attend(part, heads, kind).reshape(batch, length, len(heads), -1, head_dim))
                 order.extend(heads)
         output = jnp.concatenate(outputs, axis=2)[:, :, np.argsort(order)]

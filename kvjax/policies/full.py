@@ -4,8 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.policies.base import Asked, Policy
-from kvjax.state import LayerSpec, ModelSpec, Rows
+from kvjax.attention import Asked
+from kvjax.policies.base import Policy
+from kvjax.state import Kept, LayerSpec, LayerState, ModelSpec, Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,14 +17,15 @@ class Full(Policy):
         """See `Policy.kept_tokens`."""
         return [(lengths[-1],) * model.num_kv_heads] * model.num_layers
 
-    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
+    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
         """See `Policy.compress`."""
         del asked
-        slots = max(spec.slots)
+        slots = jnp.arange(min(max(spec.slots), rows.positions.shape[2]))[None, None]
+        return Kept(None, slots < rows.lengths[..., None])
+
+    def keep(self, spec: LayerSpec, rows: Rows, asked: Asked) -> LayerState:
+        """See `Policy.keep`."""
         # More tokens than slots can only come from a spec made for a shorter prompt: make it loud.
-        lost = (rows.lengths > slots)[:, :, None, None]
-        return Rows(
-            key=rows.key[:, :, :slots],
-            value=jnp.where(lost, jnp.nan, rows.value[:, :, :slots]).astype(rows.value.dtype),
-            positions=rows.positions[:, :, :slots],
-        )
+        lost = (rows.lengths > max(spec.slots))[:, :, None, None]
+        kv = jnp.where(lost, jnp.asarray(jnp.nan, rows.kv.dtype), rows.kv)
+        return super().keep(spec, rows._replace(kv=kv), asked)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocation import check_choice, check_count, from_compression_ratio
-from kvjax.policies.base import Asked
+from kvjax.attention import Asked
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.state import EMPTY, Rows
 from kvjax_kernels import column_sums
@@ -76,9 +76,13 @@ class H2O(ScoredPolicy):
     def score(self, rows: Rows, asked: Asked) -> Float[Array, "B K S"]:
         """See `ScoredPolicy.score`. What was remembered, and the attention from the queries of this call."""
         assert asked.log_sum_exp is not None
-        query_dtype = asked.query.dtype
         sums = column_sums(
-            asked.query, rows.key.astype(query_dtype), asked.log_sum_exp, asked.positions, rows.positions
+            asked.query,
+            rows.kv.astype(asked.query.dtype),
+            asked.log_sum_exp,
+            asked.positions,
+            rows.positions,
+            implementation=asked.implementation_of("column_sums"),
         )
         if rows.scores is not None:
             return rows.scores + sums

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.allocation import check_count, from_compression_ratio
-from kvjax.policies.base import Asked
+from kvjax.attention import Asked
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.state import Rows
 

@@ -20,12 +20,14 @@ from kvjax.allocation import (
     endless_counts,
     endless_length,
 )
+from kvjax.attention import Asked
 from kvjax.eviction import lowest_slot
-from kvjax.policies.base import Asked, Policy, seen_tokens
+from kvjax.policies.base import Policy, seen_tokens
 from kvjax.rope import Rotation, rotate_one
-from kvjax.scores import highest, protect, split_shared
+from kvjax.scores import split_shared
 from kvjax.state import (
     EMPTY,
+    Kept,
     LayerSpec,
     LayerState,
     ModelSpec,
@@ -33,9 +35,10 @@ from kvjax.state import (
     capacities,
     read_before_write,
     segments,
-    take_rows,
     write_token,
 )
+from kvjax_kernels import select_highest
+from kvjax_kernels.pooled_selection.ranks import protect
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +168,11 @@ class ScoredPolicy(Policy):
         specs = super().layer_specs(model, prompt_length, max_new_tokens, shortest=shortest, dtype=dtype)
         return tuple(dataclasses.replace(spec, shared=self.allocation.shared) for spec in specs)
 
+    @property
+    def remembers_scores(self) -> bool:
+        """See `Policy.remembers_scores`."""
+        return self.evict == "decode"
+
     def free_slots(self, spec: LayerSpec, state: LayerState) -> Int[Array, "B"] | None:
         """See `Policy.free_slots`."""
         return None if self.evict == "decode" else super().free_slots(spec, state)
@@ -182,19 +190,20 @@ class ScoredPolicy(Policy):
         )[spec.layer]
         return jnp.asarray(table)[jnp.clip(seen, 0, len(table) - 1)]
 
-    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
+    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
         """See `Policy.compress`."""
         counts = self.counts(spec, seen_tokens(rows))
         if not spec.shared:
             counts = jnp.minimum(counts, rows.lengths)
+        implementation = asked.implementation_of("select_highest")
         scores = self.score(rows, asked)
         ranks = self.rank(scores, rows.positions, rows.positions.max((1, 2)))
         ranks = protect(ranks, rows.positions, sinks=self.sinks, recent=self.recent(counts))
         if isinstance(self.allocation, Adaptive):
-            counts = split_shared(ranks, counts, safeguard=self.allocation.safeguard)
-        index, chosen = highest(ranks, counts, most=sum(spec.kept) if spec.shared else spec.kept[0])
-        kept = rows._replace(scores=scores if self.evict == "decode" else None)
-        return take_rows(kept, index, chosen)
+            counts = split_shared(ranks, counts, safeguard=self.allocation.safeguard, implementation=implementation)
+        most = sum(spec.kept) if spec.shared else spec.kept[0]
+        tokens, held = select_highest(ranks, counts, most=most, implementation=implementation)
+        return Kept(tokens, held, scores if self.evict == "decode" else None)
 
     def decode(
         self,

@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Literal
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.allocation import check_choice, check_count, from_compression_ratio
-from kvjax.policies.base import Asked, last_queries
+from kvjax.attention import Asked
+from kvjax.policies.base import last_queries
 from kvjax.policies.scored import ScoredPolicy
-from kvjax.scores import pool, window_attention
 from kvjax.state import Rows
+from kvjax_kernels import pooled_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,19 +81,21 @@ class SnapKV(ScoredPolicy):
     def score(self, rows: Rows, asked: Asked) -> Float[Array, "B K S"]:
         """See `ScoredPolicy.score`. The pooled attention that each token gets from the last queries."""
         query, positions = last_queries(asked, self.window)
-        after = self.group_order == "after_pooling"
-        scores = window_attention(
-            query, positions, rows.key, rows.positions, group_reduce="none" if after else self.group_reduce
+        scores = pooled_attention(
+            query,
+            rows.kv,
+            positions,
+            rows.positions,
+            # The window itself is not voted on; where the cache evicts while decoding, it starts from nothing.
+            excluded=self.window,
+            kernel=self.kernel,
+            pooling=self.pooling,
+            group_reduce=self.group_reduce,
+            reduce=self.group_order,
+            implementation=asked.implementation_of("pooled_attention"),
         )
-        order = jnp.arange(rows.positions.shape[2])[None, None]
-        voted_on = order < rows.lengths[..., None] - self.window
-        scores = pool(scores, voted_on, kernel=self.kernel, pooling=self.pooling)
-        scores = scores.mean(2) if self.group_reduce == "mean" else scores.max(2)
-        if self.evict == "decode":
-            # On the scale of what a step adds: the attention of a whole group.
-            scores = scores * (query.shape[2] // rows.key.shape[1])
-        # The window itself is not voted on; where the cache evicts while decoding, it starts from nothing.
-        return jnp.where(voted_on, scores, 0.0)
+        # On the scale of what a step adds: the attention of a whole group.
+        return scores * (query.shape[2] // rows.kv.shape[1]) if self.evict == "decode" else scores
 
     def step(
         self,

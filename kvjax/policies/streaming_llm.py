@@ -16,21 +16,17 @@ from kvjax.allocation import (
     check_rows,
     from_compression_ratio,
 )
-from kvjax.attention import streaming_extend_attention, streaming_prefill_attention
+from kvjax.attention import Asked, streaming_extend_attention, streaming_prefill_attention
 from kvjax.eviction import ring_rows, ring_slot
-from kvjax.policies.base import Asked, Policy, prompt_rows, seen_tokens
+from kvjax.policies.base import Policy, seen_tokens
 from kvjax.rope import Rotation, rotate_one
 from kvjax.state import (
+    Kept,
     LayerSpec,
     LayerState,
     ModelSpec,
     Rows,
-    append_rows,
-    ascending,
-    by_head,
-    pack,
     read_before_write,
-    take_rows,
     write_token,
 )
 
@@ -130,60 +126,37 @@ class StreamingLLM(Policy):
         fits = prompt_length <= max_positions or self.prefill_mask == "streaming"
         return self.positions == "cache" and fits
 
-    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Rows:
+    def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
         """See `Policy.compress`. The window lies in the ring where decoding would have written it."""
         del asked
         seen = seen_tokens(rows)
         total = budget_lengths(self.total, seen, max_length=spec.max_length)
         kept = jnp.minimum(total, rows.lengths)
-        return take_rows(rows, *ring_rows(rows, seen, kept, self._ring(kept), sinks=self.sinks, slots=spec.slots[0]))
+        return Kept(*ring_rows(rows, seen, kept, self._ring(kept), sinks=self.sinks, slots=spec.slots[0]))
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        query: Float[Array, "B T N D"],
-        key: Float[Array, "B T K D"],
-        value: Float[Array, "B T K D"],
-        positions: Int[Array, "B T"],
-        rope: Rotation,
-    ) -> tuple[Float[Array, "B T N D"], LayerState]:
-        """See `Policy.prefill`."""
+    def attend_prompt(
+        self, asked: Asked, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], *, layer: int
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"] | None]:
+        """See `Policy.attend_prompt`."""
         if self.prefill_mask == "dense":
-            return super().prefill(spec, query, key, value, positions, rope)
+            return super().attend_prompt(asked, key, value, layer=layer)
         window = self.total - self.sinks
         assert isinstance(window, int)
-        rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
-        to_sinks = rope.rotate(query, self._places(positions))
-        output = streaming_prefill_attention(rotated, to_sinks, key, value, positions, window=window, sinks=self.sinks)
-        rows = prompt_rows(key, value, positions)
-        return output, pack(self.compress(spec, rows, Asked(rotated, query, positions, None, rope)), spec)
+        to_sinks = asked.rope.rotate(asked.unrotated, self._places(asked.positions))
+        return streaming_prefill_attention(asked, to_sinks, key, value, window=window, sinks=self.sinks), None
 
-    def extend(
-        self,
-        spec: LayerSpec,
-        state: LayerState,
-        query: Float[Array, "B T N D"],
-        key: Float[Array, "B T K D"],
-        value: Float[Array, "B T K D"],
-        positions: Int[Array, "B T"],
-        rope: Rotation,
-        *,
-        held_spec: LayerSpec | None = None,
-    ) -> tuple[Float[Array, "B T N D"], LayerState]:
-        """See `Policy.extend`."""
+    def attend_turn(
+        self, asked: Asked, rows: Rows, held: Int[Array, "B K"], *, layer: int
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"] | None]:
+        """See `Policy.attend_turn`."""
         if self.positions == "absolute" and self.prefill_mask == "dense":
-            return super().extend(spec, state, query, key, value, positions, rope, held_spec=held_spec)
-        rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
-        held = by_head(state, held_spec or spec)
-        rows = ascending(append_rows(held, prompt_rows(key, value, positions)))
-        places = state.lengths[:, :1] + jnp.arange(positions.shape[1])[None]
-        window = None
+            return super().attend_turn(asked, rows, held, layer=layer)
+        places, window = held[:, :1] + jnp.arange(asked.positions.shape[1])[None], None
         if self.prefill_mask == "streaming":
-            places, window = self._places(positions), self.total - self.sinks
+            places, window = self._places(asked.positions), self.total - self.sinks
         assert not isinstance(window, float)
-        to_sinks = rope.rotate(query, places)
-        output = streaming_extend_attention(rotated, to_sinks, rows, positions, window=window, sinks=self.sinks)
-        return output, pack(self.compress(spec, rows, Asked(rotated, query, positions, None, rope)), spec)
+        to_sinks = asked.rope.rotate(asked.unrotated, places)
+        return streaming_extend_attention(asked, to_sinks, rows, window=window, sinks=self.sinks), None
 
     def decode(
         self,

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.allocation import check_choice, check_count, from_compression_ratio
-from kvjax.policies.base import Asked, last_queries
+from kvjax.attention import Asked
+from kvjax.policies.base import last_queries
 from kvjax.policies.scored import ScoredPolicy
-from kvjax.scores import window_attention
 from kvjax.state import Rows
+from kvjax_kernels import pooled_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,13 @@ class TOVA(ScoredPolicy):
     def score(self, rows: Rows, asked: Asked) -> Float[Array, "B K S"]:
         """See `ScoredPolicy.score`. The attention that the last query gives."""
         query, positions = last_queries(asked, 1)
-        scores = window_attention(query, positions, rows.key, rows.positions, group_reduce="mean")[:, :, 0]
+        scores = pooled_attention(
+            query,
+            rows.kv,
+            positions,
+            rows.positions,
+            implementation=asked.implementation_of("pooled_attention"),
+        )
         if self.heads == "all":
             scores = jnp.broadcast_to(scores.mean(1, keepdims=True), scores.shape)
         return scores

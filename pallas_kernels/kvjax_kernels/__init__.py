@@ -1,7 +1,20 @@
 """Attention kernels for compressed KV caches: arrays in, arrays out; no policy and no model is known here."""
 
 from kvjax_kernels.column_sums.api import column_sums
+from kvjax_kernels.compact.api import compact, compact_in_place
+from kvjax_kernels.pooled_selection.api import pooled_attention, pooled_selection, select_highest
 from kvjax_kernels.prefill_attention.api import extend_attention, prefill_attention
 from kvjax_kernels.ragged_decode_attention.api import DecodeAttention, ragged_decode_attention
 
-__all__ = ["DecodeAttention", "column_sums", "extend_attention", "prefill_attention", "ragged_decode_attention"]
+__all__ = [
+    "DecodeAttention",
+    "column_sums",
+    "compact",
+    "compact_in_place",
+    "extend_attention",
+    "pooled_attention",
+    "pooled_selection",
+    "prefill_attention",
+    "ragged_decode_attention",
+    "select_highest",
+]

@@ -10,6 +10,9 @@ import jax
 #: Plain JAX that serves as the oracle, plain JAX that is fast, the Pallas kernels, and these in an interpreter.
 IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu", "tpu-interpret", "gpu-interpret")
 
+#: What callers pass on: one name for every operation, names by operation, or None to pick by platform; hashable.
+Implementation = str | tuple[tuple[str, str], ...] | None
+
 #: Why a kernel cannot do what is asked of it, or None if it can.
 Obstacle = Callable[[], str | None]
 
@@ -72,6 +75,11 @@ def choose(operation: str, implementation: str | None, obstacles: Mapping[str, O
     if ran is not None:
         ran.add((operation, choice.backend + ("-interpret" if choice.interpret else "")))
     return choice
+
+
+def implementation_of(implementation: Implementation, operation: str) -> str | None:
+    """The name for one operation; None where it is not forced."""
+    return dict(implementation).get(operation) if isinstance(implementation, tuple) else implementation
 
 
 def missing_device(backend: str) -> str | None:

@@ -25,12 +25,12 @@ def case(lengths, width, slots, *, head_dim=16, group=3, dtype="float32", start=
     query, key = jnp.asarray(query, dtype), jnp.asarray(key, dtype)
     positions = jnp.asarray(query_positions), jnp.asarray(key_positions)
     _, log_sum_exp = attend(query, key, key, *positions)
-    return query, key, log_sum_exp, *positions
+    return query, jnp.concatenate([key, jnp.full_like(key, jnp.nan)], axis=-1), log_sum_exp, *positions
 
 
-def expected(query, key, log_sum_exp, query_positions, key_positions):
+def expected(query, kv, log_sum_exp, query_positions, key_positions):
     del log_sum_exp
-    query, key = (np.asarray(x, np.float64) for x in (query, key))
+    query, key = (np.asarray(x, np.float64) for x in (query, kv[..., : query.shape[3]]))
     group = query.shape[2] // key.shape[1]
     result = np.zeros(key_positions.shape)
     query_positions, key_positions = np.asarray(query_positions), np.asarray(key_positions)
@@ -72,10 +72,11 @@ def test_later_queries_count_for_all_that_is_cached():
 
 
 def test_the_sums_add_up_to_the_queries():
-    query, key, log_sum_exp, query_positions, _ = case([700, 513], 700, 700)
+    query, kv, log_sum_exp, query_positions, _ = case([700, 513], 700, 700)
     every = np.tile(np.arange(700, dtype=np.int32), (2, 2, 1))
+    key = kv[..., : query.shape[3]]
     _, log_sum_exp = attend(query, key, key, query_positions, every)
-    total = sums(query, key, log_sum_exp, query_positions, every).sum(-1)
+    total = sums(query, kv, log_sum_exp, query_positions, every).sum(-1)
     np.testing.assert_allclose(total, [[2100, 2100], [3 * 513, 3 * 513]], rtol=1e-5)
 
 
@@ -94,11 +95,11 @@ def test_the_reference_is_textbook_attention(lengths, width):
 
 @pytest.mark.usefixtures("no_shape_checks")
 def test_says_which_argument_does_not_fit():
-    query, key, log_sum_exp, *rest = case([40, 7], 48, 48)
+    query, kv, log_sum_exp, *rest = case([40, 7], 48, 48)
     positions: Any = rest
     with pytest.raises(ValueError, match=r"`query` .* and `log_sum_exp` \[B, N, T\] must agree"):
-        column_sums(query, key, log_sum_exp[:, :, :3], *positions)
-    with pytest.raises(ValueError, match=r"must agree, got \(2, 48, 5, 16\)"):
-        column_sums(query[:, :, :5], key, log_sum_exp, *positions)
+        column_sums(query, kv, log_sum_exp[:, :, :3], *positions)
+    with pytest.raises(ValueError, match=r"must agree, got float32 \(2, 48, 5, 16\)"):
+        column_sums(query[:, :, :5], kv, log_sum_exp, *positions)
     with pytest.raises(ValueError, match=r"`implementation` must be .* got 'magic'"):
-        column_sums(query, key, log_sum_exp, *positions, implementation="magic")
+        column_sums(query, kv, log_sum_exp, *positions, implementation="magic")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from kvjax_kernels import extend_attention, prefill_attention
 from kvjax_kernels.prefill_attention import tpu
@@ -168,21 +169,47 @@ def test_splash_is_the_same_attention(head_dim, group, window):
 
 
 @pytest.mark.parametrize(
-    ("length", "head_dim", "dtype"), [(200, 64, "float32"), (256, 80, "float32"), (256, 64, "float16")]
+    ("length", "head_dim", "dtype", "message"),
+    [
+        (200, 64, "float32", "whole blocks of 128 tokens, not 200 tokens"),
+        (256, 80, "float32", "head sizes 64, 96 and multiples of 128, not 80"),
+        (256, 64, "float16", "bfloat16 or float32, not float16"),
+    ],
 )
-def test_splash_says_what_it_cannot_do(length, head_dim, dtype):
+def test_splash_says_what_it_cannot_do(length, head_dim, dtype, message):
     arrays = prompt(length, head_dim, 1, dtype)
-    with pytest.raises(NotImplementedError, match=f"{length} tokens, head size {head_dim}, {dtype}"):
-        prefill_attention(*arrays, implementation="splash")
+    with pytest.raises(NotImplementedError, match=message):
+        prefill_attention(*arrays, implementation="tpu-interpret")
 
 
 def test_a_named_implementation_is_used_or_fails():
-    with pytest.raises(NotImplementedError, match=r"cuDNN's attention takes bfloat16 or float16, got float32"):
-        prefill_attention(*prompt(16), implementation="cudnn")
-    with pytest.raises(NotImplementedError, match=r"cuDNN's attention does not give out the log-sum-exp"):
-        prefill_attention(*prompt(16, dtype="bfloat16"), implementation="cudnn", log_sum_exp=True)
+    with pytest.raises(NotImplementedError, match=r"cuDNN's attention takes bfloat16 or float16, not float32"):
+        prefill_attention(*prompt(16), implementation="gpu")
+    with pytest.raises(NotImplementedError, match=r"has no interpreter"):
+        prefill_attention(*prompt(16, dtype="bfloat16"), implementation="gpu-interpret")
+    with pytest.raises(NotImplementedError, match=r"`extend_attention` has no TPU kernel"):
+        extend_attention(zeros(1, 4, 2, 8), *(zeros(1, 2, 5, 8),) * 2, *two_positions(), implementation="tpu")
     with pytest.raises(Exception, match=r"(?i)cpu|interpret"):
-        jax.block_until_ready(prefill_attention(*prompt(256, 64, 1), implementation="splash"))
+        jax.block_until_ready(prefill_attention(*prompt(256, 64, 1), implementation="tpu"))
+
+
+@pytest.mark.parametrize("log_sum_exp", [False, True])
+def test_a_gpu_program_calls_cudnn(log_sum_exp, monkeypatch):
+    # JAX asks the machine's cuDNN for its version, and the machine's GPU for its age; here is neither.
+    for question in ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal"):
+        monkeypatch.setattr(fused_attention_stablehlo, question, lambda *_: 92_000)
+    shape = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    traced = jax.jit(lambda *arrays: prefill_attention(*arrays, log_sum_exp=log_sum_exp, implementation="gpu")).trace(
+        shape, shape, shape
+    )
+    assert "cudnn" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    output, sums = traced.out_info
+    assert output.shape == (1, 256, 4, 64)
+    assert (sums is not None and sums.shape == (1, 4, 256)) if log_sum_exp else sums is None
+
+
+def two_positions() -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 2, 5), jnp.int32)
 
 
 def zeros(*shape: int) -> jax.Array:
@@ -197,7 +224,7 @@ def zeros(*shape: int) -> jax.Array:
         (((1, 4, 2, 8), (1, 4, 2, 4), (1, 4, 2, 4)), {}, r"must agree"),
         (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), {}, r"3 query heads do not group over 2 KV heads"),
         (((1, 4, 2, 8),) * 3, {"window": -1}, r"`window` must not be negative, got -1"),
-        (((1, 4, 2, 8),) * 3, {"implementation": "magic"}, r"`implementation` must be one of xla, .*got 'magic'"),
+        (((1, 4, 2, 8),) * 3, {"implementation": "magic"}, r"`implementation` must be one of .*xla.*got 'magic'"),
     ],
 )
 @pytest.mark.usefixtures("no_shape_checks")
@@ -213,7 +240,7 @@ def test_a_prompt_says_which_argument_does_not_fit(shapes, settings, message):
         ({"key_positions": (1, 1, 5)}, r"must agree, got .*\(1, 1, 5\)"),
         ({"query": (1, 4, 3, 8)}, r"group over 2 KV heads, got \(1, 4, 3, 8\)"),
         ({"query_positions": (1, 3)}, r"must match `query_positions` .*\(1, 3\)"),
-        ({"implementation": "splash"}, r'`implementation` must be "xla" or "reference", got \'splash\''),
+        ({"implementation": "splash"}, r"`implementation` must be one of reference, xla, .* got 'splash'"),
     ],
 )
 @pytest.mark.usefixtures("no_shape_checks")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import AdaKV, Adaptive, Pyramid, SnapKV
-from kvjax.policies.base import Asked, prompt_rows
+from kvjax.attention import Asked
+from kvjax.policies.base import prompt_rows
 from kvjax.scores import ABSENT, PROTECTED, split_shared
 from kvjax.state import capacities, segment_starts
 

@@ -10,7 +10,8 @@ import pytest
 
 import kvjax
 from kvjax import SnapKV
-from kvjax.policies.base import Asked, prompt_rows
+from kvjax.attention import Asked
+from kvjax.policies.base import prompt_rows
 
 EMPTY = kvjax.EMPTY
 

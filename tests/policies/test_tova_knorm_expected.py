@@ -8,7 +8,8 @@ import pytest
 
 import kvjax
 from kvjax import H2O, TOVA, ExpectedAttention, Knorm, SnapKV
-from kvjax.policies.base import Asked, prompt_rows
+from kvjax.attention import Asked
+from kvjax.policies.base import prompt_rows
 
 ANY: Any = "some"
 LENGTHS = np.asarray([41, 30])

@@ -2,10 +2,12 @@
 
 from jaxtyping import Array, Float, Int
 
+from kvjax_kernels.dispatch import choose
+
 
 def column_sums(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
+    kv: Float[Array, "B K S twoD"],
     log_sum_exp: Float[Array, "B N T"],
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B K S"],
@@ -15,30 +17,58 @@ def column_sums(
     """The probability that each key gets, summed over all queries and the query heads of its group; float32.
 
     A second pass over the keys: with each query's log-sum-exp known, sum_i exp(q_i k_j - lse_i) needs one tile of
-    scores at a time. A key is seen by queries at its position or later.
+    scores at a time. A key is seen by queries at its position or later. Tiles that no query can see are neither
+    loaded nor computed where positions ascend.
 
     Args:
         query: rotated queries; N is a multiple of K, consecutive heads share a KV head.
-        key: rotated keys, finite even where a slot is empty.
+        kv: rows of each KV head: the rotated key, then the value, which is not looked at; in an empty slot anything.
         log_sum_exp: of each query's scaled scores over all that it saw.
         query_positions: absolute positions; queries at negative ones count for nothing.
         key_positions: absolute positions; negative for empty slots, which get 0.
-        implementation: "xla" or "reference"; None is "xla" on every platform.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None picks by platform.
 
     Raises:
         ValueError: shapes that do not fit each other, or an unknown implementation.
+        NotImplementedError: the named implementation cannot do this.
     """
-    if query.shape[2] % key.shape[1] or log_sum_exp.shape != (query.shape[0], query.shape[2], query.shape[1]):
+    batch, length, query_heads, head_dim = query.shape
+    if (
+        kv.shape[3] != 2 * head_dim
+        or query_heads % kv.shape[1]
+        or log_sum_exp.shape != (batch, query_heads, length)
+        or kv.dtype != query.dtype
+    ):
         raise ValueError(
-            f"`query` [B, T, N, D], `key` [B, K, S, D] and `log_sum_exp` [B, N, T] must agree, "
-            f"got {query.shape}, {key.shape} and {log_sum_exp.shape}."
+            f"`query` [B, T, N, D], `kv` [B, K, S, 2D] of the same dtype and `log_sum_exp` [B, N, T] must agree, "
+            f"got {query.dtype} {query.shape}, {kv.dtype} {kv.shape} and {log_sum_exp.shape}."
         )
-    if implementation in (None, "xla"):
+
+    def no_tpu() -> str | None:
+        from kvjax_kernels.column_sums import tpu
+
+        return tpu.obstacle(query, kv)
+
+    def no_gpu() -> str | None:
+        from kvjax_kernels.column_sums import gpu
+
+        return gpu.obstacle(query, kv, interpret=implementation == "gpu-interpret")
+
+    choice = choose("column_sums", implementation, {"tpu": no_tpu, "gpu": no_gpu})
+    arguments = query, kv, log_sum_exp, query_positions, key_positions
+    # Imported here, so that a backend's module is loaded only where it is used.
+    if choice.backend == "xla":
         from kvjax_kernels.column_sums import xla
 
-        return xla.column_sums(query, key, log_sum_exp, query_positions, key_positions)
-    if implementation == "reference":
+        return xla.column_sums(*arguments)
+    if choice.backend == "reference":
         from kvjax_kernels.column_sums import reference
 
-        return reference.column_sums(query, key, log_sum_exp, query_positions, key_positions)
-    raise ValueError(f'`implementation` must be "xla" or "reference", got {implementation!r}.')
+        return reference.column_sums(*arguments)
+    if choice.backend == "tpu":
+        from kvjax_kernels.column_sums import tpu
+
+        return tpu.column_sums(*arguments, interpret=choice.interpret)
+    from kvjax_kernels.column_sums import gpu
+
+    return gpu.column_sums(*arguments, interpret=choice.interpret)

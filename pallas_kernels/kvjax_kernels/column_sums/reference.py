@@ -6,15 +6,16 @@ from jaxtyping import Array, Float, Int
 
 def column_sums(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
+    kv: Float[Array, "B K S twoD"],
     log_sum_exp: Float[Array, "B N T"],
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B K S"],
 ) -> Float[Array, "B K S"]:
     """See `api.column_sums`."""
-    batch, kv_heads, slots, head_dim = key.shape
+    batch, kv_heads, slots = key_positions.shape
+    head_dim = query.shape[3]
     group = query.shape[2] // kv_heads
-    keys = jnp.repeat(key.astype(jnp.float32), group, axis=1)
+    keys = jnp.repeat(kv[..., :head_dim].astype(jnp.float32), group, axis=1)
     scores = jnp.einsum("btnd,bnsd->bnts", query.astype(jnp.float32), keys) / head_dim**0.5
     rows = query_positions[:, None, :, None]
     columns = jnp.repeat(key_positions, group, axis=1)[:, :, None, :]

@@ -9,21 +9,21 @@ from kvjax_kernels.blocks import block_sizes, pad_to
 
 def column_sums(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
+    kv: Float[Array, "B K S twoD"],
     log_sum_exp: Float[Array, "B N T"],
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B K S"],
 ) -> Float[Array, "B K S"]:
     """See `api.column_sums`."""
     batch, length, query_heads, head_dim = query.shape
-    kv_heads, slots = key.shape[1:3]
+    kv_heads, slots = kv.shape[1:3]
     group = query_heads // kv_heads
     query_block, key_block = block_sizes(length, slots)
     scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(query.dtype)
     scaled = pad_to(scaled, 1, query_block, fill=0)
     positions = pad_to(query_positions, 1, query_block, fill=-1)
     log_sum_exp = pad_to(log_sum_exp, 2, query_block, fill=0)
-    key = pad_to(key, 2, key_block, fill=0)
+    key = pad_to(kv[..., :head_dim], 2, key_block, fill=0)
     key_positions = pad_to(key_positions, 2, key_block, fill=-1)
     query_blocks, key_blocks = scaled.shape[1] // query_block, key.shape[2] // key_block
     scaled = scaled.reshape(batch, query_blocks, query_block, kv_heads, group, head_dim).transpose(1, 0, 3, 4, 2, 5)

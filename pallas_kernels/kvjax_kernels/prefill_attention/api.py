@@ -1,10 +1,8 @@
 """`prefill_attention` and `extend_attention`: check arguments and choose an implementation."""
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_PREFILL = ("xla", "splash", "cudnn", "reference")
+from kvjax_kernels.dispatch import choose
 
 
 def prefill_attention(
@@ -26,8 +24,8 @@ def prefill_attention(
         value: values.
         window: if given, token i sees itself and the `window` tokens before it, no more.
         log_sum_exp: whether it is needed.
-        implementation: "xla" (any platform), "splash" (TPU), "cudnn" (NVIDIA, 16 bits) or "reference";
-            None takes splash on TPU where head size and length allow, cuDNN on NVIDIA in 16 bits, else xla.
+        implementation: one of `dispatch.IMPLEMENTATIONS`: "tpu" is JAX's splash attention, "gpu" cuDNN's; None picks
+            by platform.
 
     Returns:
         The output in the query's dtype, and each query's natural log-sum-exp of the scaled scores, float32; it may
@@ -46,37 +44,35 @@ def prefill_attention(
         raise ValueError(f"{query.shape[2]} query heads do not group over {key.shape[2]} KV heads.")
     if window is not None and window < 0:
         raise ValueError(f"`window` must not be negative, got {window}.")
-    name = implementation or _by_platform(query, window, log_sum_exp)
-    if name == "xla":
+
+    def no_tpu() -> str | None:
+        from kvjax_kernels.prefill_attention import tpu
+
+        return tpu.obstacle(query)
+
+    def no_gpu() -> str | None:
+        from kvjax_kernels.prefill_attention import gpu
+
+        return gpu.obstacle(query)
+
+    choice = choose("prefill_attention", implementation, {"tpu": no_tpu, "gpu": no_gpu})
+    if choice.backend == "tpu":
+        from kvjax_kernels.prefill_attention import tpu
+
+        return tpu.prefill_attention(query, key, value, window=window, interpret=choice.interpret)
+    if choice.backend == "gpu":
+        from kvjax_kernels.prefill_attention import gpu
+
+        if choice.interpret:
+            raise NotImplementedError("cuDNN's attention, the GPU's `prefill_attention`, has no interpreter.")
+        return gpu.prefill_attention(query, key, value, window=window, log_sum_exp=log_sum_exp)
+    if choice.backend == "xla":
         from kvjax_kernels.prefill_attention import xla
 
         return xla.prefill_attention(query, key, value, window=window)
-    if name == "splash":
-        from kvjax_kernels.prefill_attention import tpu
+    from kvjax_kernels.prefill_attention import reference
 
-        return tpu.prefill_attention(query, key, value, window=window)
-    if name == "cudnn":
-        from kvjax_kernels.prefill_attention import gpu
-
-        if log_sum_exp:
-            raise NotImplementedError("cuDNN's attention does not give out the log-sum-exp.")
-        return gpu.prefill_attention(query, key, value, window=window), None
-    if name == "reference":
-        from kvjax_kernels.prefill_attention import reference
-
-        return reference.prefill_attention(query, key, value, window=window)
-    raise ValueError(f"`implementation` must be one of {', '.join(_PREFILL)}, got {name!r}.")
-
-
-def _by_platform(query: jax.Array, window: int | None, log_sum_exp: bool) -> str:
-    platform = jax.default_backend()
-    if platform == "tpu":
-        from kvjax_kernels.prefill_attention import tpu
-
-        return "splash" if tpu.supports(query) else "xla"
-    if platform == "gpu" and window is None and not log_sum_exp and query.dtype in (jnp.bfloat16, jnp.float16):
-        return "cudnn"
-    return "xla"
+    return reference.prefill_attention(query, key, value, window=window)
 
 
 def extend_attention(
@@ -116,12 +112,10 @@ def extend_attention(
             f"`query` [B, T, N, D] must match `query_positions` [B, T] and group over {key.shape[1]} KV heads, "
             f"got {query.shape} and {query_positions.shape}."
         )
-    if implementation in (None, "xla"):
+    if choose("extend_attention", implementation, {}).backend == "xla":
         from kvjax_kernels.prefill_attention import xla
 
         return xla.extend_attention(query, key, value, query_positions, key_positions, window=window)
-    if implementation == "reference":
-        from kvjax_kernels.prefill_attention import reference
+    from kvjax_kernels.prefill_attention import reference
 
-        return reference.extend_attention(query, key, value, query_positions, key_positions, window=window)
-    raise ValueError(f'`implementation` must be "xla" or "reference", got {implementation!r}.')
+    return reference.extend_attention(query, key, value, query_positions, key_positions, window=window)

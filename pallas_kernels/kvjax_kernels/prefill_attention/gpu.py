@@ -1,8 +1,17 @@
 """cuDNN's flash attention, through `jax.nn.dot_product_attention`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+
+def obstacle(query: Float[Array, "B T N D"]) -> str | None:
+    """What keeps cuDNN's attention from doing this, if anything."""
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN's attention takes bfloat16 or float16, not {query.dtype}"
+    return None
 
 
 def prefill_attention(
@@ -11,11 +20,11 @@ def prefill_attention(
     value: Float[Array, "B T K D"],
     *,
     window: int | None,
-) -> Float[Array, "B T N D"]:
+    log_sum_exp: bool,
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"] | None]:
     """See `api.prefill_attention`."""
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"cuDNN's attention takes bfloat16 or float16, got {query.dtype}.")
-    return jax.nn.dot_product_attention(
+    attend = functools.partial(
+        jax.nn.dot_product_attention,
         query,
         key,
         value,
@@ -23,3 +32,7 @@ def prefill_attention(
         local_window_size=None if window is None else (window, 0),
         implementation="cudnn",
     )
+    if not log_sum_exp:
+        return attend(), None
+    output, residual = attend(return_residual=True)
+    return output, residual.swapaxes(1, 2)

@@ -7,10 +7,16 @@ from jaxtyping import Array, Float
 _BLOCK = 128
 
 
-def supports(query: Float[Array, "B T N D"]) -> bool:
-    """Whether splash attention compiles for these shapes: head size 64 or a multiple of 128, whole blocks."""
+def obstacle(query: Float[Array, "B T N D"]) -> str | None:
+    """What keeps splash attention from compiling for these shapes, if anything."""
     _, length, _, head_dim = query.shape
-    return length % _BLOCK == 0 and (head_dim in (64, 96) or head_dim % 128 == 0) and query.dtype != jnp.float16
+    if length % _BLOCK:
+        return f"splash attention takes whole blocks of {_BLOCK} tokens, not {length} tokens"
+    if head_dim not in (64, 96) and head_dim % 128:
+        return f"splash attention takes head sizes 64, 96 and multiples of 128, not {head_dim}"
+    if query.dtype == jnp.float16:
+        return "splash attention takes bfloat16 or float32, not float16"
+    return None
 
 
 def prefill_attention(
@@ -24,11 +30,6 @@ def prefill_attention(
     """See `api.prefill_attention`."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
-    if not supports(query):
-        raise NotImplementedError(
-            f"splash attention takes whole blocks of {_BLOCK} tokens, head sizes 64, 96 or a multiple of 128, and "
-            f"no float16; got {query.shape[1]} tokens, head size {query.shape[3]}, {query.dtype}."
-        )
     _, length, query_heads, head_dim = query.shape
     if window is None:
         mask = splash_attention.CausalMask((length, length))
