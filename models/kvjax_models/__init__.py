@@ -2,8 +2,21 @@
 
 from kvjax_models.config import LlamaConfig
 from kvjax_models.embedded import embedded_model
+from kvjax_models.known_models import KNOWN_MODELS
 from kvjax_models.llama import Llama
 from kvjax_models.loading import Loaded, load, save
+from kvjax_models.sizes import model_size, model_spec
 from kvjax_models.tokenizer import Tokenizer
 
-__all__ = ["Llama", "LlamaConfig", "Loaded", "Tokenizer", "embedded_model", "load", "save"]
+__all__ = [
+    "KNOWN_MODELS",
+    "Llama",
+    "LlamaConfig",
+    "Loaded",
+    "Tokenizer",
+    "embedded_model",
+    "load",
+    "model_size",
+    "model_spec",
+    "save",
+]

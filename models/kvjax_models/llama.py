@@ -65,10 +65,10 @@ class DecoderLayer(nnx.Module):
     def __call__(self, layer: int, x: Float[Array, "B T H"], attend: Attend) -> Float[Array, "B T H"]:
         """Applies the block; `attend` is called with `layer`."""
         h = self.input_norm(x)
-        query, key, value = (
-            projection(h).reshape(*h.shape[:2], -1, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        # Without the barrier XLA's TPU compiler folds the split into heads into the product, and copies the weights
+        # into another layout at every step to do so.
+        projected = jax.lax.optimization_barrier((self.q_proj(h), self.k_proj(h), self.v_proj(h)))
+        query, key, value = (x.reshape(*h.shape[:2], -1, self.head_dim) for x in projected)
         attended = attend(layer, query, key, value)
         x = x + self.o_proj(attended.reshape(*h.shape[:2], -1))
         h = self.post_attention_norm(x)
@@ -108,7 +108,7 @@ class Llama(nnx.Module):
             head_dim=self.config.head_dim,
             vocab_size=self.config.vocab_size,
             max_positions=self.config.max_position_embeddings,
-            dtype=str(self.embedding[...].dtype),
+            dtype=str(self.embedding.dtype),
             rope=self.config.rope,
             stop_tokens=self.config.eos_token_ids,
         )
@@ -120,10 +120,14 @@ class Llama(nnx.Module):
             tokens: token ids; what pads hold does not matter, `attend` knows which they are.
             attend: `attend(layer, query, key, value) -> output`, all [B, T, heads, D], before RoPE.
         """
-        x = self.embedding[...][tokens]
+        x = self.embed(tokens)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, attend)
         return self.norm(x)
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        """What the first layer takes."""
+        return self.embedding[...][tokens]
 
     def logits(self, hidden: Float[Array, "R H"]) -> Float[Array, "R V"]:
         """Scores of the next token, float32, for each row of hidden states."""
