@@ -46,7 +46,7 @@ def ragged_decode_attention(
         kv: cached rows, key then value; the KV heads' segments lie one after another along S.
         lengths: tokens held by each head; slots past it may hold anything, NaN included.
         segments: slots of each KV head, where all rows have the same; their sum is S.
-        starts: first slot of each KV head, where every row has its own. One of `segments` and `starts`.
+        starts: first slot of each KV head, ascending, where every row has its own. One of `segments` and `starts`.
         own_key: the rotated key of the token that asks, which is not in `kv`; None to leave it out.
         own_value: its value.
         scale: factor of the scores, 1 / sqrt(D) by default.
@@ -79,7 +79,7 @@ def ragged_decode_attention(
         raise ValueError("`sink_query` needs `segments`, got `starts`.")
     if (own_key is None) != (own_value is None):
         raise ValueError("`own_key` and `own_value` go together.")
-    scale = head_dim**-0.5 if scale is None else scale
+    factor = float(head_dim) ** -0.5 if scale is None else scale
 
     def no_tpu() -> str | None:
         from kvjax_kernels.ragged_decode_attention import tpu
@@ -89,7 +89,8 @@ def ragged_decode_attention(
     def no_gpu() -> str | None:
         from kvjax_kernels.ragged_decode_attention import gpu
 
-        return gpu.obstacle(query, kv, lengths, segments=segments, sinks=sinks)
+        interpret = implementation == "gpu-interpret"
+        return gpu.obstacle(query, kv, lengths, segments=segments, sinks=sinks, interpret=interpret)
 
     choice = choose("ragged_decode_attention", implementation, {"tpu": no_tpu, "gpu": no_gpu})
     # Imported here, so that a backend's module is loaded only where it is used.
@@ -106,7 +107,7 @@ def ragged_decode_attention(
             starts=starts,
             own_key=own_key,
             own_value=own_value,
-            scale=scale,
+            scale=factor,
             sink_query=sink_query,
             sinks=sinks,
             token_attention=token_attention,
@@ -123,7 +124,7 @@ def ragged_decode_attention(
         lengths,
         segments=segments,
         starts=starts,
-        scale=scale,
+        scale=factor,
         sink_query=sink_query,
         sinks=sinks,
         scores=token_attention,
@@ -138,7 +139,7 @@ def ragged_decode_attention(
         starts=starts,
         own_key=own_key,
         own_value=own_value,
-        scale=scale,
+        scale=factor,
     )
 
 

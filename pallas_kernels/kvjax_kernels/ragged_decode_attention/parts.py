@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -89,8 +88,11 @@ def _by_slot(
     first = jnp.zeros_like(starts) if origins is None else starts - origins
     held = (columns >= first[..., None]) & (columns < (first + lengths)[..., None])
     probabilities = jnp.exp(jnp.where(held[:, :, None], scores - log_sum_exp[..., None], -jnp.inf)).sum(2)
-    if segments is not None and len(set(segments)) == 1 and origins is None:
-        return probabilities[:, :, : segments[0]].reshape(lengths.shape[0], slots)
+    if segments is not None and origins is None:
+        if len(set(segments)) == 1:
+            return probabilities[:, :, : segments[0]].reshape(lengths.shape[0], slots)
+        # Not a gather, which is slow on TPU.
+        return jnp.concatenate([probabilities[:, head, :size] for head, size in enumerate(segments)], axis=1)
     # Each slot belongs to the last head that starts at or before it.
     slot = jnp.arange(slots)[None, None]
     owner = (slot >= starts[..., None]).sum(1) - 1
