@@ -1,4 +1,4 @@
-"""Plain JAX for CPU: two matrix products over whole kv rows."""
+"""Plain JAX: two matrix products over whole kv rows, or a loop over blocks of them."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax_kernels.masking import MASKED
+from kvjax_kernels.ragged_decode_attention import xla_blocks
 from kvjax_kernels.ragged_decode_attention.api import DecodeAttention, head_starts
+from kvjax_kernels.ragged_decode_attention.parts import combine
 
 
 class _Piece(NamedTuple):
@@ -46,9 +48,27 @@ def ragged_decode_attention(
 ) -> DecodeAttention:
     """See `api.ragged_decode_attention`.
 
-    Segments of one size share one product. Otherwise all heads' queries go over all rows: the cache is still read
-    once, and what another head owns is masked.
+    Segments of one size share one product over all their slots. Otherwise the blocks that heads fill are loaded one
+    by one; where the attention of each token is wanted, all heads' queries go over all rows, and what another head
+    owns is masked.
     """
+    uniform = segments is not None and len(set(segments)) == 1
+    if starts is None:
+        assert segments is not None
+        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
+    if not uniform and not token_attention:
+        parts = xla_blocks.attend_parts(query, kv, lengths, starts, scale=scale, sink_query=sink_query, sinks=sinks)
+        return combine(
+            parts,
+            query,
+            lengths,
+            slots=kv.shape[1],
+            segments=segments,
+            starts=starts,
+            own_key=own_key,
+            own_value=own_value,
+            scale=scale,
+        )
     batch, query_heads, head_dim = query.shape
     kv_heads = lengths.shape[1]
     group = query_heads // kv_heads
@@ -59,12 +79,9 @@ def ragged_decode_attention(
     def grouped(x: Float[Array, "B N D"] | None) -> Float[Array, "B K G D"] | None:
         return None if x is None else x.reshape(batch, kv_heads, group, head_dim)
 
-    if segments is not None and len(set(segments)) > 1 and sink_query is None:
-        # Slices of unequal segments would be copied at every step.
-        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
     arrays = grouped(query), grouped(sink_query), per_query(own_key), per_query(own_value)
     pieces = []
-    if starts is not None:
+    if not uniform and sink_query is None:
         place = jnp.arange(kv.shape[1])[None, None] - starts[:, :, None]
         valid = jnp.repeat((place >= 0) & (place < lengths[:, :, None]), group, axis=1)
         flat = [None if x is None else x.reshape(batch, 1, query_heads, head_dim) for x in arrays]
