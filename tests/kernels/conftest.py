@@ -56,3 +56,10 @@ def compile_for() -> Compile:
         return jax.jit(function, **options).lower(*shapes).compile()
 
     return compile
+
+
+@pytest.fixture(scope="session")
+def blackwell() -> str:
+    """The target of compilers for a Blackwell GPU; only for a process that compiles for no other GPU."""
+    text = _H100.replace("major: 9 }", "major: 10 }").replace("core_count: 132", "core_count: 148")
+    return text.replace("H100 80GB HBM3", "B200")

@@ -46,7 +46,7 @@ def ragged_decode_attention(
         kv: cached rows, key then value; the KV heads' segments lie one after another along S.
         lengths: tokens held by each head; slots past it may hold anything, NaN included.
         segments: slots of each KV head, where all rows have the same; their sum is S.
-        starts: first slot of each KV head, ascending, where every row has its own. One of `segments` and `starts`.
+        starts: first slot of each KV head, where every row has its own. One of `segments` and `starts`.
         own_key: the rotated key of the token that asks, which is not in `kv`; None to leave it out.
         own_value: its value.
         scale: factor of the scores, 1 / sqrt(D) by default.

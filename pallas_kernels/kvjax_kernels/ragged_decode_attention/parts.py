@@ -93,11 +93,10 @@ def _by_slot(
             return probabilities[:, :, : segments[0]].reshape(lengths.shape[0], slots)
         # Not a gather, which is slow on TPU.
         return jnp.concatenate([probabilities[:, head, :size] for head, size in enumerate(segments)], axis=1)
-    # Each slot belongs to the last head that starts at or before it.
-    slot = jnp.arange(slots)[None, None]
-    owner = (slot >= starts[..., None]).sum(1) - 1
-    column = slot[:, 0] - jnp.take_along_axis(starts - first, owner, axis=1)
-    inside = (column >= 0) & (column < probabilities.shape[-1])
-    flat = probabilities.reshape(lengths.shape[0], -1)
+    place = jnp.arange(slots)[None, None] - starts[..., None]
+    holds = (place >= 0) & (place < lengths[..., None])
+    owner = holds.argmax(1)
+    column = jnp.take_along_axis(place + first[..., None], owner[:, None], axis=1)[:, 0]
     index = owner * probabilities.shape[-1] + jnp.clip(column, 0, probabilities.shape[-1] - 1)
-    return jnp.where(inside, jnp.take_along_axis(flat, index, axis=1), 0.0)
+    flat = probabilities.reshape(lengths.shape[0], -1)
+    return jnp.where(holds.any(1), jnp.take_along_axis(flat, index, axis=1), 0.0)
