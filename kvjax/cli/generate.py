@@ -15,6 +15,7 @@ from kvjax.cli.options import SPELLINGS, add_model_arguments, add_policy_argumen
 from kvjax.cli.policies import make_policy
 from kvjax.cli.prompt_source import add_prompt_arguments, check_sources, hide_needle, prompt_text
 from kvjax.cli.report import json_report, stats_line
+from kvjax_kernels.dispatch import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     import kvjax_models
@@ -43,6 +44,11 @@ def add_subcommand(subcommands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="The chat's system message.")
     parser.add_argument(
         "--json", action="store_true", help="Prints one JSON object instead of the text, once it is complete."
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        help="Which kernels run. The default is the platform's where they can do what is asked, else xla.",
     )
     add_model_arguments(parser)
     add_policy_arguments(parser)
@@ -96,6 +102,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "stop_strings": args.stop,
         "cache_dtype": args.cache_dtype,
+        "implementation": args.implementation,
     }
 
 

@@ -43,12 +43,19 @@ def _device(chip: str) -> SingleDeviceSharding:
     return SingleDeviceSharding(target.devices[0])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that need these compilers."""
+    for item in items:
+        if {"compile_for", "blackwell"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("aot")
+
+
 @pytest.fixture(scope="session")
 def compile_for() -> Compile:
     """Compiles for a chip that is not there: "v5e", "v6e", "v5p" or "h100"."""
     for package in ("libtpu", "jax_cuda13_plugin"):
         if importlib.util.find_spec(package) is None:
-            pytest.skip("needs the compilers of the `aot` group: uv run --group aot pytest")
+            pytest.fail("the compilers of the `aot` group are not there: uv run --group aot pytest -m aot")
 
     def compile(chip: str, function: Callable, *arrays: Any, **options: Any) -> jax.stages.Compiled:
         place = _device(chip)
