@@ -72,9 +72,18 @@ def test_donated_pages_are_not_held_twice():
     pages = jax.ShapeDtypeStruct((1024, 16, 128), jnp.float32)
     table, source = (jax.ShapeDtypeStruct((8, count), jnp.int32) for count in (128, 2048))
     memory = jax.jit(compact_in_place, donate_argnums=0).lower(pages, table, source).compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes == 1024 * 16 * 128 * 4
     # The rows that are on their way, and where they go.
     assert memory.temp_size_in_bytes < 3 * 2**20
+
+
+def test_no_rows_are_none():
+    pages, table, source = jnp.ones((2, 8, 4)), jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 0), jnp.int32)
+    assert compact(pages, source).shape == (2, 0, 4)
+    np.testing.assert_array_equal(compact_in_place(pages, table, source), pages)
+    with pytest.raises(NotImplementedError, match="cannot do this: there are no rows to move"):
+        compact(pages, source, implementation="tpu-interpret")
 
 
 @pytest.mark.usefixtures("no_shape_checks")

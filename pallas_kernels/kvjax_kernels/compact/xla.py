@@ -24,6 +24,8 @@ def compact_in_place(
     """See `api.compact_in_place`."""
     number, size, width = pages.shape
     count = source.shape[1]
+    if count == 0:
+        return pages
     chunk = min(_CHUNK, count)
     source = pad_to(source, 1, chunk, fill=-1)
     slots = jax.lax.broadcasted_iota(jnp.int32, source.shape, 1)
