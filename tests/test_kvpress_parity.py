@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 import kvjax_models
+from kvjax.policies.base import prompt_rows
 from kvjax_kernels import prefill_attention
 
 # The name of a press in the reference files, and the policy that must keep the same tokens.
@@ -92,13 +93,13 @@ def kept_by_layer(model, layers, policy):
     return kept
 
 
-def assert_same_sets(kept, wanted):
+def assert_same_sets(kept, wanted, may_differ=lambda layer, head, positions: False):
     differing = {}
     for layer, heads in kept.items():
         assert len(heads) == wanted.shape[1]
         for head, positions in enumerate(heads):
             difference = set(positions.tolist()) ^ set(np.flatnonzero(wanted[layer, head]).tolist())
-            if difference:
+            if difference and not may_differ(layer, head, sorted(difference)):
                 differing[layer, head] = sorted(difference)
     assert not differing, f"layer and head: positions that only one of the two keeps: {differing}"
 
@@ -126,7 +127,18 @@ def test_keeps_what_kvpress_keeps_of_the_real_model(smollm2_case, name):
         prompt = reference["prompt"]
         for ours, theirs in zip(kept.pop(0), wanted[0], strict=True):
             np.testing.assert_array_equal(np.sort(prompt[ours]), np.sort(prompt[theirs]))
-    assert_same_sets(kept, wanted)
+
+    def tie(layer: int, head: int, differing: list[int]) -> bool:
+        """Whether these tokens' accumulated attention is the same but for rounding."""
+        query, key, value = layers[layer]
+        positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+        rotated, turned = (model.rope.rotate(x, positions) for x in (query, key))
+        _, log_sum_exp = prefill_attention(rotated, turned, value, log_sum_exp=True)
+        asked = kvjax.Asked(rotated, query, positions, log_sum_exp, model.rope)
+        scores = POLICIES[name].score(prompt_rows(turned, value, positions), asked)[0, head][np.asarray(differing)]
+        return bool(np.ptp(scores) < 1e-5 * np.max(scores))
+
+    assert_same_sets(kept, wanted, tie if name == "observed_r50" else lambda *_: False)
 
 
 def test_full_gives_hugging_faces_logits(case):

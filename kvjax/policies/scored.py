@@ -200,7 +200,7 @@ class ScoredPolicy(Policy):
         ranks = self.rank(scores, rows.positions, rows.positions.max((1, 2)))
         ranks = protect(ranks, rows.positions, sinks=self.sinks, recent=self.recent(counts))
         if isinstance(self.allocation, Adaptive):
-            counts = split_shared(ranks, counts, safeguard=self.allocation.safeguard, implementation=implementation)
+            counts = split_shared(ranks, counts, safeguard=self.allocation.safeguard)
         most = sum(spec.kept) if spec.shared else spec.kept[0]
         tokens, held = select_highest(ranks, counts, most=most, implementation=implementation)
         return Kept(tokens, held, scores if self.evict == "decode" else None)

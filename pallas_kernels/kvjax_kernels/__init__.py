@@ -3,6 +3,7 @@
 from kvjax_kernels.column_sums.api import column_sums
 from kvjax_kernels.compact.api import compact, compact_in_place
 from kvjax_kernels.pooled_selection.api import pooled_attention, pooled_selection, select_highest
+from kvjax_kernels.pooled_selection.xla import mark_highest
 from kvjax_kernels.prefill_attention.api import extend_attention, prefill_attention
 from kvjax_kernels.ragged_decode_attention.api import DecodeAttention, ragged_decode_attention
 
@@ -12,6 +13,7 @@ __all__ = [
     "compact",
     "compact_in_place",
     "extend_attention",
+    "mark_highest",
     "pooled_attention",
     "pooled_selection",
     "prefill_attention",

@@ -75,7 +75,7 @@ LENGTHS = [[0, 1, 20], [60, 39, 8]]
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize(
     ("head_dim", "group", "window", "dtype"),
-    [(64, 3, 32, "float32"), (80, 7, 1, "bfloat16"), (128, 8, 64, "float32")],
+    [(64, 3, 1, "bfloat16"), (128, 8, 64, "float32")],
 )
 def test_every_token_scores_the_attention_that_it_gets(head_dim, group, window, dtype, implementation):
     arguments = case(LENGTHS, window=window, slots=60, group=group, head_dim=head_dim, dtype=dtype)
@@ -103,8 +103,6 @@ def test_scores_are_pooled_outside_the_excluded_tokens(settings, implementation)
 
 def test_a_row_without_votes_scores_nothing():
     query, kv, query_positions, key_positions = case(LENGTHS, window=4, slots=60)
-    result = attend(query, kv, jnp.full_like(query_positions, -1), key_positions, **PLAIN, implementation="reference")
-    np.testing.assert_array_equal(result, 0.0)
     result = attend(query, kv, jnp.full_like(query_positions, -1), key_positions, **PLAIN)
     np.testing.assert_array_equal(result, 0.0)
 
