@@ -109,12 +109,8 @@ def _ids(row: object, tokenizer: Tokenizer | None) -> np.ndarray:
     if isinstance(row, str):
         return _encode(row, tokenizer, add_special_tokens=True)
     if isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
-        render = getattr(tokenizer, "apply_chat_template", None)
-        if tokenizer is None or render is None:
-            raise ValueError("a chat needs a `tokenizer` with a chat template, got none.")
         # The template writes the special tokens itself.
-        text = render(list(row), add_generation_prompt=True, **_as_text(tokenizer))
-        return _encode(text, tokenizer, add_special_tokens=False)
+        return _encode(chat_text(row, tokenizer), tokenizer, add_special_tokens=False)
     array = np.asarray(row)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"`prompt` ids must be integers, got {array.dtype}.")
@@ -123,9 +119,18 @@ def _ids(row: object, tokenizer: Tokenizer | None) -> np.ndarray:
     return array
 
 
-def _as_text(tokenizer: Tokenizer) -> dict[str, bool]:
-    """Hugging Face's tokenizers give ids unless told otherwise."""
-    return {"tokenize": False} if hasattr(tokenizer, "convert_ids_to_tokens") else {}
+def chat_text(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None) -> str:
+    """The text of a chat, up to where an answer begins, by the tokenizer's chat template.
+
+    Raises:
+        ValueError: `tokenizer` is None or has no chat template.
+    """
+    render = getattr(tokenizer, "apply_chat_template", None)
+    if tokenizer is None or render is None:
+        raise ValueError("a chat needs a `tokenizer` with a chat template, got none.")
+    # Hugging Face's tokenizers give ids unless told otherwise.
+    as_text = {"tokenize": False} if hasattr(tokenizer, "convert_ids_to_tokens") else {}
+    return render(list(messages), add_generation_prompt=True, **as_text)
 
 
 def _encode(text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool) -> np.ndarray:

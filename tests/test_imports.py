@@ -22,6 +22,7 @@ OPTIONAL = [
     "huggingface_hub",
     "rich",
     "matplotlib",
+    "optax",
     "orbax",
     "torch",
     "transformers",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 #: What other modules raise where the user got something wrong, or lacks something.
-MENDABLE = (ValueError, OSError, ImportError, NotImplementedError)
+MENDABLE = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 
 
 class UserError(Exception):

@@ -15,6 +15,8 @@ examples:
   kvjax generate --needle 4000 --policy snapkv --budget 256
   kvjax generate --chat --policy streaming-llm --budget 512
   kvjax inspect --needle 4000 --policy snapkv --budget 256
+  kvjax duo identify --out pattern
+  kvjax plan llama-3.1-8b --context 32000
   kvjax models
 
 `kvjax SUBCOMMAND --help` tells more.""",
@@ -38,6 +40,31 @@ examples:
     kvjax inspect --needle 600 --policy pyramidkv --budget 128 --all --out pyramid.png
   Judge a policy by the attention of the last 100 tokens of a file:
     kvjax inspect --raw --file report.txt --policy h2o --budget 0.25 --queries 100""",
+    "duo": """\
+examples:
+  kvjax duo identify --out pattern
+  kvjax duo show pattern
+  kvjax generate --needle 2000 --policy duo --pattern pattern --sparsity 0.5""",
+    "duo identify": """\
+examples:
+  Learn the heads of the small model that comes along; stop with Ctrl-C, and the same line goes on:
+    kvjax duo identify --out pattern --dtype bfloat16
+  A larger model, as the paper does it:
+    kvjax duo identify meta-llama/Llama-3.1-8B-Instruct --out llama --steps 2000 --max-length 32000 --sinks 128
+  Hide the passkeys in a text of yours:
+    kvjax duo identify --out pattern --haystack book.txt""",
+    "duo show": """\
+examples:
+  kvjax duo show pattern
+  kvjax duo show pattern --out pattern.png""",
+    "plan": """\
+examples:
+  What each policy costs with 128,000 tokens a row, on four H100:
+    kvjax plan llama-3-70b --context 128000 --batch 4 --devices 4
+  Two policies that keep 2,048 tokens, on a TPU v5e:
+    kvjax plan llama-3.2-1b --context 32000 --device v5e --policy snapkv --policy h2o --budget 2048
+  A model of your own on a device of your own:
+    kvjax plan ./config.json --context 16000 --memory 48 --bandwidth 864""",
     "models": """\
 examples:
   kvjax models

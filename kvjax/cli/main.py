@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import kvjax
-from kvjax.cli import generate, inspect, models
+from kvjax.cli import duo, generate, inspect, models, plan
 from kvjax.cli.errors import MENDABLE, Parser, UserError, sentence
 from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.interrupt import INTERRUPTED
@@ -56,6 +56,8 @@ def _parser() -> Parser:
     subcommands = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
     generate.add_subcommand(subcommands)
     inspect.add_subcommand(subcommands)
+    duo.add_subcommand(subcommands)
+    plan.add_subcommand(subcommands)
     models.add_subcommand(subcommands)
     return parser
 

@@ -1,6 +1,7 @@
 """Arguments that several subcommands share, and what they mean."""
 
 import argparse
+from collections.abc import Callable
 
 from kvjax.cli.policies import POLICIES
 
@@ -9,7 +10,10 @@ SPELLINGS = {
     "source": "--model",
     "dtype": "--dtype",
     "cache_dtype": "--cache-dtype",
+    "implementation": "--implementation",
     "budget": "--budget",
+    "pattern": "--pattern",
+    "sparsity": "--sparsity",
     "max_new_tokens": "--max-new-tokens",
     "temperature": "--temperature",
     "top_k": "--top-k",
@@ -54,6 +58,24 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BUDGET",
         help="How many tokens each KV head keeps (256), or which fraction of the prompt (0.25). "
         "The policy full takes none.",
+    )
+    group.add_argument(
+        "--pattern",
+        dest="settings",
+        action="append",
+        type=_setting("pattern"),
+        default=[],
+        metavar="DIR",
+        help="Which heads retrieve, for --policy duo: a folder that `kvjax duo identify` wrote, or a published one.",
+    )
+    group.add_argument(
+        "--sparsity",
+        dest="settings",
+        action="append",
+        type=_setting("sparsity"),
+        default=[],
+        metavar="X",
+        help="The share of heads that keep only sinks and recent tokens, for --policy duo. The default is 0.5.",
     )
     group.add_argument(
         "--set",
@@ -101,6 +123,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="The answer ends before this text. May be given several times.",
     )
+
+
+def _setting(name: str) -> Callable[[str], str]:
+    """Turns a value into what --set takes."""
+    return lambda value: f"{name}={value}"
 
 
 def budget(text: str) -> int | float:

@@ -28,7 +28,6 @@ _NAMED = {"Allocation": {"uniform": "Uniform", "pyramid": "Pyramid", "adaptive":
 
 _REQUIRED = {
     "budget": "a --budget: a number of tokens, or a fraction of the prompt such as 0.25",
-    "pattern": "--set pattern=FOLDER: one with DuoAttention's full_attention_heads.tsv for the model",
 }
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", types.NoneType: "none"}
 
@@ -81,10 +80,10 @@ def _setting(policy_name: str, text: str, policy: type, fields: dict[str, Any]) 
 
 def _parsed(text: str, annotation: Any, *, name: str) -> Any:
     """The value that `text` stands for in a field annotated so."""
-    if annotation is kvjax.HeadPattern:
-        return kvjax.HeadPattern.load(text)
     union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     kinds = typing.get_args(annotation) if union else (annotation,)
+    if kvjax.HeadPattern in kinds:
+        return kvjax.HeadPattern.load(text)
     # "none" is no text where a setting may be None.
     kinds = sorted(kinds, key=lambda kind: kind is not types.NoneType)
     for kind in kinds:

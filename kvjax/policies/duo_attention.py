@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,7 @@ from kvjax.eviction import ring_rows, ring_slot
 from kvjax.head_pattern import HeadPattern
 from kvjax.policies.base import Policy, seen_tokens
 from kvjax.rope import Rotation, rotate_one
+from kvjax.shipped_patterns import shipped_pattern
 from kvjax.state import (
     EMPTY,
     Kept,
@@ -37,7 +38,7 @@ class DuoAttention(Policy):
     `sinks + recent` slots. A decoded token sees sinks, the last `recent` tokens and itself.
 
     Attributes:
-        pattern: a score for every KV head of the model.
+        pattern: a score for every KV head of the model; None takes the one that kvjax comes with, where it has one.
         sparsity: share of streaming heads, the lowest scores; None where `threshold` is given.
         threshold: heads with a lower score stream; published patterns keep 81 to 95 % of the heads at 0.5.
         sinks: 64 (the paper's quality setting; 128 for efficiency).
@@ -46,7 +47,7 @@ class DuoAttention(Policy):
             "streaming", where tokens of streaming heads see only what they would see if they were decoded.
     """
 
-    pattern: HeadPattern
+    pattern: HeadPattern | None = None
     sparsity: float | None = None
     threshold: float | None = None
     sinks: int = 64
@@ -54,14 +55,14 @@ class DuoAttention(Policy):
     prefill_mask: Literal["dense", "streaming"] = "dense"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, HeadPattern):
+        if self.pattern is not None and not isinstance(self.pattern, HeadPattern):
             raise ValueError(f"`pattern` must be a kvjax.HeadPattern, got {type(self.pattern).__name__}.")
         check_count("sinks", self.sinks, at_least=0)
         check_count("recent", self.recent, at_least=1)
         check_choice("prefill_mask", self.prefill_mask, ("dense", "streaming"))
         if self.sparsity is None and self.threshold is None:
             object.__setattr__(self, "sparsity", 0.5)
-        self.pattern.streaming_heads(sparsity=self.sparsity, threshold=self.threshold)
+        HeadPattern.of([[0.0]]).streaming_heads(sparsity=self.sparsity, threshold=self.threshold)
 
     @classmethod
     def kvpress(
@@ -71,13 +72,24 @@ class DuoAttention(Policy):
         pattern = HeadPattern.of(head_scores)
         return cls(pattern=pattern, sparsity=head_compression_ratio, sinks=sink_size, recent=recent_size)
 
+    def for_model(self, model: ModelSpec) -> "DuoAttention":
+        """This policy with a pattern.
+
+        Raises:
+            ValueError: none was given, and kvjax comes with none for this model.
+        """
+        return self if self.pattern is not None else dataclasses.replace(self, pattern=shipped_pattern(model))
+
     def streaming(self, layer: int) -> np.ndarray:
-        """Which KV heads of a layer stream, [K] bool."""
+        """Which KV heads of a layer stream, [K] bool; for a policy that has a pattern."""
+        assert self.pattern is not None, "`for_model` gives it one"
         return np.asarray(self.pattern.streaming_heads(sparsity=self.sparsity, threshold=self.threshold)[layer])
 
     def kept_tokens(self, model: ModelSpec, lengths: range) -> list[tuple[int, ...]]:
         """See `Policy.kept_tokens`."""
-        shape = np.asarray(self.pattern.scores).shape
+        mine = self.for_model(model)
+        assert mine.pattern is not None
+        shape = np.asarray(mine.pattern.scores).shape
         if shape != (model.num_layers, model.num_kv_heads):
             raise ValueError(
                 f"`pattern` must have a score for each of the model's {model.num_layers} layers and "
@@ -86,7 +98,7 @@ class DuoAttention(Policy):
         longest = lengths[-1]
         ring = min(self.sinks + self.recent, longest)
         return [
-            tuple(ring if streams else longest for streams in self.streaming(layer))
+            tuple(ring if streams else longest for streams in mine.streaming(layer))
             for layer in range(model.num_layers)
         ]
 
@@ -102,14 +114,15 @@ class DuoAttention(Policy):
         """See `Policy.layer_specs`. A ring has no more slots than there will be tokens."""
         most = prompt_length + max_new_tokens
         ring = min(self.sinks + self.recent, most)
+        mine = self.for_model(model)
         return tuple(
-            dataclasses.replace(spec, slots=tuple(ring if s else most for s in self.streaming(spec.layer)))
+            dataclasses.replace(spec, slots=tuple(ring if s else most for s in mine.streaming(spec.layer)))
             for spec in super().layer_specs(model, prompt_length, max_new_tokens, shortest=shortest, dtype=dtype)
         )
 
     def free_slots(self, spec: LayerSpec, state: LayerState) -> Int[Array, "B"] | None:
         """See `Policy.free_slots`. Only retrieval heads can be full, or rings that were made for fewer tokens."""
-        fixed = ~self.streaming(spec.layer) | (np.asarray(spec.slots) < self.sinks + self.recent)
+        fixed = ~self.for_model(spec.model).streaming(spec.layer) | (np.asarray(spec.slots) < self.sinks + self.recent)
         if not fixed.any():
             return None
         return (capacities(state, spec) - state.lengths)[:, fixed].min(-1)
@@ -123,10 +136,18 @@ class DuoAttention(Policy):
             rows, seen_tokens(rows), kept, jnp.full_like(kept, self.recent), sinks=self.sinks, slots=slots
         )
         index = jnp.arange(slots)[None, None]
-        streams = jnp.asarray(self.streaming(spec.layer))[None, :, None]
+        streams = jnp.asarray(self.for_model(spec.model).streaming(spec.layer))[None, :, None]
         everything = index < rows.lengths[..., None]
         chosen = jnp.where(streams, in_ring, everything)
         return Kept(jnp.where(chosen, jnp.where(streams, ring, index), 0), chosen)
+
+    def prefill(self, spec: LayerSpec, *arrays: Any, **settings: Any) -> tuple[Float[Array, "B T N D"], LayerState]:
+        """See `Policy.prefill`."""
+        return super(DuoAttention, self.for_model(spec.model)).prefill(spec, *arrays, **settings)
+
+    def extend(self, spec: LayerSpec, *arrays: Any, **settings: Any) -> tuple[Float[Array, "B T N D"], LayerState]:
+        """See `Policy.extend`."""
+        return super(DuoAttention, self.for_model(spec.model)).extend(spec, *arrays, **settings)
 
     def attend_prompt(
         self, asked: Asked, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], *, layer: int
@@ -173,7 +194,8 @@ class DuoAttention(Policy):
         output = self.attend_cached(spec, state, query, key, value).output
         place = jnp.broadcast_to(positions[:, None], state.lengths.shape)
         ring = ring_slot(place, jnp.full_like(place, self.recent), sinks=self.sinks)
-        slots = jnp.where(jnp.asarray(self.streaming(spec.layer))[None], ring, state.lengths)
+        streams = jnp.asarray(self.for_model(spec.model).streaming(spec.layer))[None]
+        slots = jnp.where(streams, ring, state.lengths)
         full = (slots >= capacities(state, spec)).any(-1) & (positions != EMPTY)
         output = jnp.where(full[:, None, None], jnp.nan, output).astype(query.dtype)
         output, state = read_before_write(output, state)

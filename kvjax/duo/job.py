@@ -1,0 +1,120 @@
+"""A long job's state, and its checkpoints."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.duo.recipe import Recipe
+from kvjax.extras import extra
+from kvjax.state import ModelSpec
+
+_ABOUT, _STEPS = "job.json", "steps"
+
+
+class JobState(NamedTuple):
+    """All that must be kept for a job to go on as if it had not stopped; NumPy arrays, which belong to no device.
+
+    There is no state of the data: a step's prompts follow from its number and the seed.
+
+    Attributes:
+        step: steps that have been done.
+        alphas: of each layer and KV head.
+        optimizer: Optax's state.
+        losses: [steps, 2], distillation loss and regulariser of each step done, NaN for those to come.
+        seconds: that the steps took.
+    """
+
+    step: int
+    alphas: Float[np.ndarray, "L K"]
+    optimizer: Any
+    losses: np.ndarray
+    seconds: float
+
+    @classmethod
+    def first(cls, recipe: Recipe, model: ModelSpec) -> "JobState":
+        """The state before the first step: every head is full."""
+        alphas = np.ones((model.num_layers, model.num_kv_heads), np.float32)
+        optimizer = jax.tree.map(np.asarray, recipe.optimizer().init(alphas))
+        return cls(0, alphas, optimizer, np.full((recipe.steps, 2), np.nan, np.float32), 0.0)
+
+
+class Checkpoints:
+    """Orbax checkpoints of a job in a folder; the last two are kept.
+
+    Args:
+        manager: Orbax's.
+    """
+
+    def __init__(self, manager: Any):
+        self._manager = manager
+
+    def restore(self, first: JobState) -> JobState:
+        """The latest state, or `first` where there is none."""
+        step = self._manager.latest_step()
+        if step is None:
+            return first
+        wanted = _arrays(first)
+        arrays = self._manager.restore(step, args=_orbax().args.StandardRestore(wanted))
+        leaves = [arrays[name] for name in wanted if name.startswith("optimizer.")]
+        optimizer = jax.tree.unflatten(jax.tree.structure(first.optimizer), leaves)
+        return JobState(step, arrays["alphas"], optimizer, arrays["losses"], float(arrays["seconds"]))
+
+    def save(self, state: JobState) -> None:
+        """Writes a state; a kill in between leaves the one before."""
+        self._manager.save(state.step, args=_orbax().args.StandardSave(_arrays(state)))
+        self._manager.wait_until_finished()
+
+
+@contextlib.contextmanager
+def open_checkpoints(path: str | pathlib.Path, recipe: Recipe, model: ModelSpec) -> Iterator[Checkpoints]:
+    """The checkpoints in a folder, which is made if it is not there.
+
+    Raises:
+        ValueError: the folder belongs to a job with another recipe or model, or holds something else.
+        ImportError: Orbax is not installed.
+    """
+    orbax = _orbax()
+    folder = pathlib.Path(path).absolute()
+    about = {"recipe": dataclasses.asdict(recipe), "model": repr(model)}
+    file = folder / _ABOUT
+    if file.is_file():
+        _check_same(json.loads(file.read_text(encoding="utf-8")), about, folder)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"`checkpoints` must be a job's folder or an empty one, got {folder}, which holds other things."
+        )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    options = orbax.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    with orbax.CheckpointManager(folder / _STEPS, options=options) as manager:
+        yield Checkpoints(manager)
+
+
+def _check_same(saved: dict[str, Any], asked: dict[str, Any], folder: pathlib.Path) -> None:
+    if saved["model"] != asked["model"]:
+        raise ValueError(f"`checkpoints` belongs to a job with another model: {folder}.")
+    for name, value in asked["recipe"].items():
+        if saved["recipe"].get(name) != value:
+            raise ValueError(
+                f"`checkpoints` belongs to a job with `{name}` {saved['recipe'].get(name)}, not {value}: go on with "
+                f"that, or take another folder than {folder}."
+            )
+
+
+def _orbax() -> Any:
+    with extra("train", purpose="Checkpoints of a job"):
+        import orbax.checkpoint
+    return orbax.checkpoint
+
+
+def _arrays(state: JobState) -> dict[str, Any]:
+    leaves = {f"optimizer.{index}": leaf for index, leaf in enumerate(jax.tree.leaves(state.optimizer))}
+    return {"alphas": state.alphas, **leaves, "losses": state.losses, "seconds": np.asarray(state.seconds)}

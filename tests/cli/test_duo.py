@@ -1,0 +1,107 @@
+"""`kvjax duo identify` and `kvjax duo show`, and a pattern on the way into `kvjax generate`."""
+
+import json
+
+import pytest
+from flax import nnx
+
+import kvjax
+import kvjax_models
+from kvjax.rope import Rope
+
+RECIPE = ("--steps", "2", "--min-length", "220", "--max-length", "240", "--lengths", "1", "--recent", "16")
+RECIPE += ("--passkeys", "2", "--passkey-size", "3")
+
+
+@pytest.fixture
+def small(smollm2, monkeypatch) -> kvjax_models.Loaded:
+    """A random model of two layers that is loaded instead of any, with a real tokenizer."""
+    config = kvjax_models.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope=Rope(head_dim=8),
+        tie_word_embeddings=True,
+    )
+    loaded = kvjax_models.Loaded(kvjax_models.Llama(config, rngs=nnx.Rngs(0)), smollm2.tokenizer, config)
+    monkeypatch.setattr(kvjax_models, "load", lambda source, dtype=None: loaded)
+    return loaded
+
+
+@pytest.mark.smollm2
+def test_identify_show_and_generate_work_one_after_the_other(run, small, tmp_path):
+    folder = tmp_path / "pattern"
+    result = run("duo", "identify", "small", "--out", str(folder), *RECIPE)
+    assert (result.code, result.out) == (0, "")
+    assert "step 2 of 2, 220 tokens: loss " in result.err
+    assert f"wrote {folder}" in result.err
+    assert json.loads((folder / "training.json").read_text())["recipe"]["steps"] == 2
+    pattern = kvjax.HeadPattern.load(folder)
+    assert len(pattern.scores) == len(pattern.scores[0]) == 2
+
+    again = run("duo", "identify", "small", "--out", str(folder), *RECIPE)
+    assert again.code == 0
+    assert "step" not in again.err
+    assert kvjax.HeadPattern.load(folder) == pattern
+
+    shown = run("duo", "show", str(folder), "--out", str(tmp_path / "pattern.png"))
+    assert shown.code == 0
+    assert f"{pattern.scores[1][0]:.3f}  {pattern.scores[1][1]:.3f}" in shown.out
+    assert "learned with 64 sinks and 16 recent tokens" in shown.out
+    assert "sparsity 0.5: 2 heads stream" in shown.out
+    assert "seed 0" in shown.out
+    assert (tmp_path / "pattern.png").read_bytes().startswith(b"\x89PNG")
+
+    answer = run(
+        *("generate", "--raw", "Once upon a time", "--policy", "duo", "--pattern", str(folder)),
+        *("--sparsity", "0.5", "--set", "recent=2", "--set", "sinks=1", "--max-new-tokens", "4", "--json"),
+    )
+    assert answer.code == 0, answer.err
+    stats = json.loads(answer.out)
+    assert stats["policy"]["sparsity"] == 0.5
+    assert stats["policy"]["pattern"] == repr(pattern)
+
+
+@pytest.mark.smollm2
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "0"], "`--steps` must be at least 1"),
+        (["--max-length", "600"], "`--max-length` must not be over the 512 tokens that the model can read, got 600"),
+        (["--min-length", "40"], "`--min-length` must leave room for 2 passkeys"),
+        (["--haystack", "nowhere.txt"], "nowhere.txt: No such file or directory"),
+        (["--passkeys", "three"], "argument --passkeys: invalid int value"),
+    ],
+)
+def test_identify_says_what_is_wrong(run, tmp_path, argv, message):
+    result = run("duo", "identify", "small", "--out", str(tmp_path / "new"), *RECIPE, *argv)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+
+
+def test_show_says_what_is_wrong(run, tmp_path):
+    result = run("duo", "show", str(tmp_path))
+    assert result.code == 2
+    assert "a head pattern is a folder with full_attention_heads.tsv" in result.err
+    kvjax.HeadPattern.of([[0.5, 1.0]]).save(tmp_path)
+    result = run("duo", "show", str(tmp_path), "--out", "picture.txt")
+    assert "--out must end in .png, .svg, .pdf, got 'picture.txt'" in result.err
+    (tmp_path / "training.json").write_text("{}")
+    assert "is not what `kvjax duo identify` writes" in run("duo", "show", str(tmp_path)).err
+
+
+def test_a_pattern_of_the_authors_is_shown_too(run, tmp_path):
+    # Their files are plain numbers between tabs, some slightly out of range, and sizes under their names.
+    (tmp_path / "full_attention_heads.tsv").write_text("1.0001\t0.25\n0.0\t0.75\n")
+    (tmp_path / "config.json").write_text('{"sink_size": 128, "recent_size": 256, "lr": 0.02}')
+    shown = run("duo", "show", str(tmp_path))
+    assert shown.code == 0
+    assert "1.000  0.250" in shown.out
+    assert "learned with 128 sinks and 256 recent tokens" in shown.out
