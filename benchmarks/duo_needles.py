@@ -129,23 +129,14 @@ def found(params: kvjax_models.Llama, logits: jax.Array, cache: kvjax.Cache, wan
     return [answer[: len(ids)].tolist() == ids for answer, ids in zip(answers, wanted, strict=True)]
 
 
-def expected_bytes(model: kvjax.ModelSpec, policy: kvjax.DuoAttention | kvjax.Full, rows: int, slots: int) -> int:
+def expected_bytes(model: kvjax.ModelSpec, policy: kvjax.Policy, rows: int, slots: int) -> int:
     """The formula: n + m slots for a head that retrieves, sinks + recent for one that streams."""
-    total = 0
-    for layer in range(model.num_layers):
-        streams = (
-            [False] * model.num_kv_heads if isinstance(policy, kvjax.Full) else policy_streams(model, policy, layer)
-        )
-        for streaming in streams:
-            total += policy.sinks + policy.recent if streaming else slots  # pyright: ignore[reportAttributeAccessIssue]
+    total = slots * model.num_layers * model.num_kv_heads
+    if isinstance(policy, kvjax.DuoAttention):
+        streaming = int(np.sum([policy.streaming(layer) for layer in range(model.num_layers)]))
+        total -= streaming * (slots - policy.sinks - policy.recent)
     # A slot is a key and a value in float32, and a position; a head has a count, a row its next position.
     return rows * (total * (2 * model.head_dim * 4 + 4) + model.num_layers * model.num_kv_heads * 4 + 4)
-
-
-def policy_streams(model: kvjax.ModelSpec, policy: kvjax.DuoAttention, layer: int) -> list[bool]:
-    """Which heads of a layer stream."""
-    pattern = policy.pattern or shipped_pattern(model)
-    return list(pattern.streaming_heads(sparsity=policy.sparsity)[layer])
 
 
 def main() -> None:
@@ -181,31 +172,30 @@ def main() -> None:
                         "bytes": kvjax.cache_bytes(cache),
                         "formula": expected_bytes(model, policy, TOGETHER, slots),
                     }
-                    hits = found(decoder.params, whole.logits, cache, wanted)
-                    line = {"pattern": name, "sparsity": sparsity, **where, "hits": hits, **sizes}
+                    right = found(decoder.params, whole.logits, cache, wanted)
+                    line = {"pattern": name, "sparsity": sparsity, **where, "hits": right, **sizes}
                     lines.append(line)
                     with args.out.open("a") as file:
                         file.write(json.dumps(line) + "\n")
-                print(
-                    where,
-                    {
-                        f"{n} {s}": sum(x["hits"])
-                        for x in lines
-                        if where.items() <= x.items()
-                        for n, s in [(x["pattern"], x["sparsity"])]
-                    },
-                    flush=True,
-                )
+                here = [x for x in lines if where.items() <= x.items()]
+                print(where, {f"{x['pattern']} {x['sparsity']}": sum(x["hits"]) for x in here}, flush=True)
     print(table(lines))
     if args.plot:
         plot(lines, args.plot)
 
 
-def share(lines: list[dict], length: int, pattern: str, sparsity: float) -> float:
-    """The share of needles found; at sparsity 0 every pattern is the full cache."""
+def hits(lines: list[dict], length: int, pattern: str, sparsity: float) -> list[bool]:
+    """Which needles were found, once all depths are done; at sparsity 0 every pattern is the full cache."""
     key = ("full", 0.0) if sparsity == 0 else (pattern, sparsity)
-    hits = [hit for x in lines if (x["pattern"], x["sparsity"]) == key and x["length"] == length for hit in x["hits"]]
-    return float(np.mean(hits)) if hits else float("nan")
+    mine = [x for x in lines if (x["pattern"], x["sparsity"]) == key and x["length"] == length]
+    whole = len({x["depth"] for x in mine}) == DEPTHS
+    return [hit for x in mine for hit in x["hits"]] if whole else []
+
+
+def share(lines: list[dict], length: int, pattern: str, sparsity: float) -> float:
+    """The share of needles found; not a number where depths are missing."""
+    found_ones = hits(lines, length, pattern, sparsity)
+    return float(np.mean(found_ones)) if found_ones else float("nan")
 
 
 def table(lines: list[dict]) -> str:
@@ -215,7 +205,8 @@ def table(lines: list[dict]) -> str:
     rows.append(f"|---|{'---|' * len(columns)}")
     names = ["learned", "inverted", *(f"random {seed}" for seed in range(3))]
     for name in names:
-        cells = [f"{share(lines, length, name, sparsity):.0%}" for length, sparsity in columns]
+        found_ones = [hits(lines, length, name, sparsity) for length, sparsity in columns]
+        cells = [f"{sum(right)} of {len(right)}" if right else "" for right in found_ones]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     sizes = []
     for length, sparsity in columns:

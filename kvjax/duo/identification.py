@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax._version import __version__
+from kvjax.allocation import check_count
 from kvjax.duo.distillation import LayeredModel, distillation
 from kvjax.duo.job import JobState, open_checkpoints
 from kvjax.duo.passkeys import Example, PasskeyPrompts
@@ -124,6 +125,7 @@ def identify(
         ImportError: Optax or Orbax is not installed.
     """
     recipe = Recipe() if recipe is None else recipe
+    check_count("checkpoint_every", checkpoint_every, at_least=1)
     model = _check_layered(params)
     if recipe.max_length > model.spec.max_positions:
         raise ValueError(
@@ -141,7 +143,9 @@ def identify(
         mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
         model = jax.device_put(model, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     first = JobState.first(recipe, model.spec)
-    job = open_checkpoints(checkpoints, recipe, model.spec) if checkpoints is not None else contextlib.nullcontext()
+    job = contextlib.nullcontext()
+    if checkpoints is not None:
+        job = open_checkpoints(checkpoints, recipe, model.spec, prompts)
     with job as saved:
         state = first if saved is None else saved.restore(first)
         watch = _Watch(recipe)

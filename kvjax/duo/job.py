@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from kvjax.duo.passkeys import PasskeyPrompts
 from kvjax.duo.recipe import Recipe
 from kvjax.extras import extra
 from kvjax.state import ModelSpec
@@ -73,16 +74,18 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def open_checkpoints(path: str | pathlib.Path, recipe: Recipe, model: ModelSpec) -> Iterator[Checkpoints]:
+def open_checkpoints(
+    path: str | pathlib.Path, recipe: Recipe, model: ModelSpec, prompts: PasskeyPrompts
+) -> Iterator[Checkpoints]:
     """The checkpoints in a folder, which is made if it is not there.
 
     Raises:
-        ValueError: the folder belongs to a job with another recipe or model, or holds something else.
+        ValueError: the folder belongs to a job with another recipe, model or text, or holds something else.
         ImportError: Orbax is not installed.
     """
     orbax = _orbax()
     folder = pathlib.Path(path).absolute()
-    about = {"recipe": dataclasses.asdict(recipe), "model": repr(model)}
+    about = {"recipe": dataclasses.asdict(recipe), "model": repr(model), "text": prompts.digest}
     file = folder / _ABOUT
     if file.is_file():
         _check_same(json.loads(file.read_text(encoding="utf-8")), about, folder)
@@ -99,8 +102,9 @@ def open_checkpoints(path: str | pathlib.Path, recipe: Recipe, model: ModelSpec)
 
 
 def _check_same(saved: dict[str, Any], asked: dict[str, Any], folder: pathlib.Path) -> None:
-    if saved["model"] != asked["model"]:
-        raise ValueError(f"`checkpoints` belongs to a job with another model: {folder}.")
+    for name in ("model", "text"):
+        if saved.get(name) != asked[name]:
+            raise ValueError(f"`checkpoints` belongs to a job with another {name}: {folder}.")
     for name, value in asked["recipe"].items():
         if saved["recipe"].get(name) != value:
             raise ValueError(

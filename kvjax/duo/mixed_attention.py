@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax_kernels.blocks import pad_to
 from kvjax_kernels.masking import MASKED
 
+#: Queries and keys of a tile.
 _BLOCK = 256
 
 

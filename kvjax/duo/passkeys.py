@@ -1,6 +1,7 @@
 """Prompts that only heads which retrieve can answer: several passkeys in a long plain text, asked for at its end."""
 
 import functools
+import hashlib
 import re
 from typing import NamedTuple
 
@@ -69,6 +70,12 @@ class PasskeyPrompts:
         self._passkeys, self._size = passkeys, size
         self._sentences = [self._encoded(f" {sentence}") for sentence in sentences]
         self._head, self._tail = self._around()
+
+    @property
+    def digest(self) -> str:
+        """Tells prompts of one text and tokenizer from those of another; Python's documentation has versions too."""
+        pieces = repr((self._head, self._tail, self._sentences))
+        return hashlib.sha256(pieces.encode()).hexdigest()[:16]
 
     def example(self, length: int, rng: np.random.Generator) -> Example:
         """A prompt of `length` tokens.

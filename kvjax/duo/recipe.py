@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class Recipe:
     """Settings of `kvjax.duo.identify`.
 
-    The paper takes 2,000 steps, prompts up to the longest that the model can read, 128 sinks and 256 recent tokens.
-    The defaults are for a small model and short prompts, where so many steps are not needed.
+    The paper takes 2,000 steps at a learning rate of 0.02, a regularisation of 0.05, prompts up to the longest that
+    the model can read, 128 sinks and 256 recent tokens, and ten passkeys of 32 words. The defaults are for a small
+    model and short prompts, where the alphas settle sooner.
 
     Attributes:
         steps: how often the alphas are changed.

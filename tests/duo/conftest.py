@@ -191,7 +191,8 @@ def copying_model():
     layers = []
     for layer in heads:
         query, key, value, output = (np.stack(part) for part in zip(*layer, strict=True))
-        turned = (jnp.asarray(x.swapaxes(0, 1), jnp.float32) for x in (query, key, value))
-        layers.append(PlainLayer(*turned, jnp.asarray(output, jnp.float32), jnp.zeros((hidden, hidden), jnp.float32)))
+        query, key, value = (jnp.asarray(x.swapaxes(0, 1), jnp.float32) for x in (query, key, value))
+        nothing = jnp.zeros((hidden, hidden), jnp.float32)
+        layers.append(PlainLayer(query, key, value, jnp.asarray(output, jnp.float32), nothing))
     spec = spec_of(2, 2, 2, head_dim, vocab=vocab, dtype="float32", rope=rope)
     return PlainModel(spec, jnp.asarray(embedding, jnp.float32), layers)

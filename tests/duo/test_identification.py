@@ -59,6 +59,8 @@ def test_a_killed_job_goes_on_to_the_same_alphas(make_plain, words, haystack, tm
         identify(
             model, words, recipe=dataclasses.replace(SHORT, steps=7), haystack=haystack, checkpoints=tmp_path / "job"
         )
+    with pytest.raises(ValueError, match="`checkpoints` belongs to a job with another text"):
+        identify(model, words, recipe=SHORT, haystack="Anna walks.", checkpoints=tmp_path / "job")
 
 
 def test_what_is_saved_reads_as_a_pattern_and_tells_how_it_was_learned(make_plain, words, haystack, tmp_path):
@@ -132,7 +134,7 @@ def test_a_model_without_layers_and_a_folder_with_other_things_are_errors(make_p
     parts = {name: getattr(model, name) for name in ("spec", "logits", "embed", "norm")}
     other = type("Other", (), {**parts, "__call__": lambda self, tokens, attend: tokens})()
     with pytest.raises(ValueError, match=r"run layer by layer, with `embed`, `layers` and `norm`.*got Other"):
-        identify(other, words, recipe=SHORT)
+        identify(other, words, recipe=SHORT)  # pyright: ignore[reportArgumentType]
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="`checkpoints` must be a job's folder or an empty one"):
         identify(model, words, recipe=SHORT, haystack=haystack, checkpoints=tmp_path)

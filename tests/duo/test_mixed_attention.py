@@ -16,9 +16,9 @@ def arrays(length, *, kv_heads=2, group=2, head_dim=8, dtype="float64", rows=1):
     return query, key, value, jnp.asarray(rng.uniform(size=kv_heads), dtype)
 
 
-def written_out(query, key, value, alpha, streaming):
+def written_out(*inputs, streaming: Streaming):
     """Two softmaxes over masked scores, in NumPy's float64."""
-    query, key, value, alpha = (np.asarray(x, np.float64) for x in (query, key, value, alpha))
+    query, key, value, alpha = (np.asarray(x, np.float64) for x in inputs)
     group = query.shape[2] // key.shape[2]
     key, value = np.repeat(key, group, 2), np.repeat(value, group, 2)
     place = np.arange(query.shape[1])
@@ -47,16 +47,17 @@ def test_value_and_derivatives_are_those_of_two_masked_softmaxes(length, streami
             return (mixed_attention(*inputs, streaming) * outer).sum()
 
         output = jax.jit(mixed_attention, static_argnums=4)(*inputs, streaming)
-        np.testing.assert_allclose(output, written_out(*inputs, streaming), atol=1e-12)
+        np.testing.assert_allclose(output, written_out(*inputs, streaming=streaming), atol=1e-12)
         gradients = jax.jit(jax.grad(total, (0, 1, 2, 3)))(*inputs)
         # One random direction in each argument, by central differences of the NumPy form.
         for index, gradient in enumerate(gradients):
             rng = np.random.default_rng(index)
             direction = rng.standard_normal(gradient.shape)
-            moved = [
-                (written_out(*inputs[:index], inputs[index] + step * direction, *inputs[index + 1 :], streaming))
-                for step in (1e-5, -1e-5)
-            ]
+            moved = []
+            for step in (1e-5, -1e-5):
+                parts = list(inputs)
+                parts[index] = inputs[index] + step * direction
+                moved.append(written_out(*parts, streaming=streaming))
             slope = ((moved[0] - moved[1]) * outer).sum() / 2e-5
             np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-6, atol=1e-7)
 
@@ -66,8 +67,10 @@ def test_alpha_1_is_full_attention_and_alpha_0_streaming_attention():
     streaming = Streaming(4, 20)
     full = prefill_attention(query, key, value, implementation="reference")[0]
     np.testing.assert_allclose(mixed_attention(query, key, value, jnp.ones(2), streaming), full, atol=2e-5)
-    nothing = written_out(query, key, value, np.zeros(2), streaming)
-    np.testing.assert_allclose(mixed_attention(query, key, value, jnp.zeros(2), streaming), nothing, atol=2e-5)
+    nothing = written_out(query, key, value, np.zeros(2), streaming=streaming)
+    np.testing.assert_allclose(
+        mixed_attention(query, key, value, jnp.zeros(2), streaming=streaming), nothing, atol=2e-5
+    )
 
 
 def test_scores_far_apart_neither_overflow_nor_lose_a_branch():
@@ -77,7 +80,7 @@ def test_scores_far_apart_neither_overflow_nor_lose_a_branch():
         far = key.at[:, 5:100].set(factor * 50.0)
         inputs = (jnp.abs(query) + 5.0, far, value, alpha)
         output, pull_back = jax.vjp(lambda *inputs: mixed_attention(*inputs, Streaming(4, 20)), *inputs)
-        np.testing.assert_allclose(output, written_out(*inputs, Streaming(4, 20)), atol=3e-4)
+        np.testing.assert_allclose(output, written_out(*inputs, streaming=Streaming(4, 20)), atol=3e-4)
         assert all(np.isfinite(gradient).all() for gradient in pull_back(output))
 
 
@@ -104,7 +107,9 @@ def test_memory_of_both_passes_is_linear_in_the_length():
     def temporary(length):
         shapes = [jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32) for heads in (9, 3, 3)]
         compiled = jax.jit(both).lower(*shapes, jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     short, long = temporary(2048), temporary(8192)
     assert long < 4.2 * short

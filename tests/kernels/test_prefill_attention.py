@@ -188,7 +188,9 @@ def test_a_named_implementation_is_used_or_fails():
     with pytest.raises(NotImplementedError, match=r"has no interpreter"):
         prefill_attention(*prompt(16, dtype="bfloat16"), implementation="gpu-interpret")
     with pytest.raises(NotImplementedError, match=r"`extend_attention` has no TPU kernel"):
-        extend_attention(zeros(1, 4, 2, 8), *(zeros(1, 2, 5, 8),) * 2, *two_positions(), implementation="tpu")
+        extend_attention(
+            zeros(1, 4, 2, 8), zeros(1, 2, 5, 8), zeros(1, 2, 5, 8), *two_positions(), implementation="tpu"
+        )
     with pytest.raises(Exception, match=r"(?i)cpu|interpret"):
         jax.block_until_ready(prefill_attention(*prompt(256, 64, 1), implementation="tpu"))
 
