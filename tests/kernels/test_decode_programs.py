@@ -82,8 +82,3 @@ def check(compile_for, chip: str, name: str, policy_name: str, layers: int) -> N
 @pytest.mark.parametrize("chip", KERNEL)
 def test_a_step_copies_no_cache(compile_for, chip, model, policy):
     check(compile_for, chip, model, policy, layers=2)
-
-
-@pytest.mark.parametrize("chip", KERNEL)
-def test_a_step_of_all_layers_copies_no_cache(compile_for, chip):
-    check(compile_for, chip, "llama-3.1-8b", "h2o", layers=32)
