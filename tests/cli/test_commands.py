@@ -96,7 +96,7 @@ def test_importing_kvjax_switches_no_cache_on():
 
 
 @pytest.mark.smollm2
-def test_a_second_run_compiles_nothing_and_comes_sooner(tmp_path):
+def test_a_second_run_gives_its_first_token_within_ten_seconds(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     seconds = [_first_token_seconds(environment)]
@@ -106,8 +106,7 @@ def test_a_second_run_compiles_nothing_and_comes_sooner(tmp_path):
     while len(seconds) < 5 and (len(seconds) == 1 or seconds[-1] >= 10):
         seconds.append(_first_token_seconds(environment))
     print(f"first token after {', '.join(f'{s:.1f}' for s in seconds)} s")
-    # Ten seconds on a machine that does nothing else.
-    assert seconds[-1] < max(10, 0.7 * seconds[0])
+    assert seconds[-1] < 10
     # Nothing was compiled again.
     names = [path.name for path in sorted((tmp_path / "kvjax" / "xla").iterdir())]
     assert names == [path.name for path in programs]
