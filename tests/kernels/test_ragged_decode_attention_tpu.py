@@ -27,7 +27,7 @@ STARTED_SLOTS = 768
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 128 slots, so that small caches have many."""
-    monkeypatch.setattr(tpu, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(tpu_plan, "_BLOCK_BYTES", 1)
 
 
 @functools.cache
@@ -98,8 +98,8 @@ def test_every_head_and_row_has_a_length_of_its_own(head_dim, group, dtype, leng
 @pytest.mark.parametrize(("cores", "heads_to_share"), [(1, 32), (3, 6)])
 def test_cores_take_whole_heads_or_a_part_of_each(monkeypatch, cores, heads_to_share):
     # The cases above run on two cores, which is assumed where there is no TPU, with parts of each head.
-    monkeypatch.setattr(tpu, "_device_cores", lambda: cores)
-    monkeypatch.setattr(tpu, "_HEADS_TO_SHARE", heads_to_share)
+    monkeypatch.setattr(tpu_plan, "_device_cores", lambda: cores)
+    monkeypatch.setattr(tpu_plan, "_HEADS_TO_SHARE", heads_to_share)
     assert_equal_to_reference(64, 3, "float32", LENGTHS, segments=EQUAL)
 
 
