@@ -51,9 +51,12 @@ def load_checkpoint(path: pathlib.Path, config: LlamaConfig, dtype: DTypeLike | 
     folder = path.absolute() / WEIGHTS_FOLDER
     with _checkpointer() as checkpointer:
         try:
-            stored = checkpointer.metadata(folder).item_metadata.tree
+            described = checkpointer.metadata(folder).item_metadata
         except Exception as error:  # Orbax and its storage raise errors of many kinds.
             raise ValueError(f"{folder} is not a whole Orbax checkpoint: {error}") from error
+        if described is None:
+            raise ValueError(f"{folder} is not a whole Orbax checkpoint: what describes its arrays is missing.")
+        stored = described.tree
         saved = stored.get("embedding")
         dtype = jnp.dtype(dtype if dtype is not None else saved.dtype if saved is not None else jnp.float32)
         shapes = parameter_shapes(config, dtype=dtype)
