@@ -1,6 +1,7 @@
 """Rotary position embeddings, exact at positions of millions."""
 
 import dataclasses
+import functools
 import math
 from typing import Protocol, runtime_checkable
 
@@ -107,11 +108,18 @@ class Rope:
 
     def rotate(self, x: Float[Array, "B T H D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H D"]:
         """Rotates `x` to `positions`; negative positions (empty slots) give finite rubbish."""
-        cos, sin = self.cos_sin(positions)
-        cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return rotated.astype(x.dtype)
+        return _rotate(x, positions, rope=self)
+
+
+# Jitted: what all layers of a model call is traced once.
+@functools.partial(jax.jit, static_argnames="rope")
+def _rotate(x: Float[Array, "B T H D"], positions: Int[Array, "B T"], *, rope: Rope) -> Float[Array, "B T H D"]:
+    # Without the barrier XLA's CPU compiler computes every angle anew for each head.
+    cos, sin = jax.lax.optimization_barrier(rope.cos_sin(positions))
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def rotate_one(rope: Rotation, x: Float[Array, "B H D"], positions: Int[Array, "B"]) -> Float[Array, "B H D"]:

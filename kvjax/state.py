@@ -4,6 +4,7 @@ B batch, T tokens of this call, N query heads, K KV heads, G = N / K, S slots, D
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,6 +85,11 @@ class LayerSpec:
     dtype: str
     shared: bool = False
     implementation: Implementation = None
+
+    @property
+    def shape(self) -> "LayerSpec":
+        """The same for the first layer: what layers of one shape share."""
+        return dataclasses.replace(self, layer=0)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -291,6 +297,12 @@ def append_rows(held: Rows, added: Rows) -> Rows:
 
 def pack(rows: Rows, kept: Kept, spec: LayerSpec) -> LayerState:
     """The layer state that holds the tokens of `rows` that stay, each in its slot; one pass over the rows."""
+    return _pack(rows, kept, spec.shape)
+
+
+# Jitted: what all layers of a model call is traced once.
+@functools.partial(jax.jit, static_argnames="spec")
+def _pack(rows: Rows, kept: Kept, spec: LayerSpec) -> LayerState:
     lengths = kept.held.sum(-1, dtype=jnp.int32)
     starts = _shared_starts(lengths, spec) if spec.shared else None
     scores = None if kept.scores is None else kept.scores
@@ -387,6 +399,19 @@ def write_token(
         positions: absolute positions.
         scores: the token's scores, where the state has scores.
     """
+    return _write_token(state, spec.shape, slots, key, value, positions, scores)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _write_token(
+    state: LayerState,
+    spec: LayerSpec,
+    slots: Int[Array, "B K"],
+    key: Float[Array, "B K D"],
+    value: Float[Array, "B K D"],
+    positions: Int[Array, "B"],
+    scores: Float[Array, "B K"] | None,
+) -> LayerState:
     written = (positions != EMPTY)[:, None] & (slots >= 0) & (slots < capacities(state, spec))
     # An index past the end is dropped by the scatter; each head has one of its own, so that indices stay unique.
     past_end = state.kv.shape[1] + jnp.arange(len(spec.slots))[None]

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from kvjax_kernels.blocks import block_sizes, pad_to
 
 
+@jax.jit
 def column_sums(
     query: Float[Array, "B T N D"],
     kv: Float[Array, "B K S twoD"],

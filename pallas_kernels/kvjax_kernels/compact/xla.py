@@ -11,6 +11,7 @@ from kvjax_kernels.compact.paths import physical
 _CHUNK = 256
 
 
+@jax.jit
 def compact(rows: Float[Array, "B M W"], source: Int[Array, "B C"]) -> Float[Array, "B C W"]:
     """See `api.compact`."""
     # The default mode of indices out of bounds would add a pass.

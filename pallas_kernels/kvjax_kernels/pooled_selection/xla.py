@@ -1,5 +1,6 @@
 """Plain JAX: one KV head's scores at a time, and choice by counting instead of sorting."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -11,6 +12,7 @@ from kvjax_kernels.pooled_selection.ranks import LOWEST, places
 from kvjax_kernels.pooled_selection.voting import pooled, voters
 
 
+@functools.partial(jax.jit, static_argnames=("excluded", "kernel", "pooling", "group_reduce", "reduce"))
 def pooled_attention(
     query: Float[Array, "B W N D"],
     kv: Float[Array, "B K S twoD"],
@@ -51,6 +53,7 @@ def pooled_attention(
     )
 
 
+@functools.partial(jax.jit, static_argnames="most")
 def select_highest(
     scores: Float[Array, "B K S"], counts: Int[Array, "B K"], *, most: int
 ) -> tuple[Int[Array, "B K C"], Bool[Array, "B K C"]]:

@@ -4,6 +4,7 @@ The running maximum and sum are those of FlashAttention (arXiv 2205.14135). Memo
 tile of scores; the time is that of the blocks that some query of the row can see.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -14,6 +15,8 @@ from kvjax_kernels.blocks import block_sizes, pad_to
 from kvjax_kernels.masking import MASKED
 
 
+# Jitted, as the other operations in plain JAX: what all layers of a model call is traced once.
+@functools.partial(jax.jit, static_argnames="window")
 def prefill_attention(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
@@ -41,6 +44,7 @@ def prefill_attention(
     return _blockwise(query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask, key_blocks)
 
 
+@functools.partial(jax.jit, static_argnames="window")
 def extend_attention(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B K S D"],

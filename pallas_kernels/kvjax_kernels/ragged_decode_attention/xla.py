@@ -1,5 +1,6 @@
 """Plain JAX: two matrix products over whole kv rows, or a loop over blocks of them."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ class _Piece(NamedTuple):
     own_value: Float[Array, "B K M D"] | None
 
 
+@functools.partial(jax.jit, static_argnames=("segments", "scale", "sinks", "token_attention"))
 def ragged_decode_attention(
     query: Float[Array, "B N D"],
     kv: Float[Array, "B S twoD"],
