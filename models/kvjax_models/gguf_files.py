@@ -112,9 +112,9 @@ def dequantized(raw: Shaped[np.ndarray, "*rows bytes"], kind: str) -> Float[np.n
     if kind in plain:
         return raw.view(plain[kind])
     with extra("gguf", purpose="Reading GGUF"):
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    return dequantize(raw, GGMLQuantizationType[kind])
+        from gguf import quants
+    # All rows at once: `quants.dequantize` takes sixteen at a time, and twice as long.
+    return getattr(quants, kind).dequantize_rows(raw)
 
 
 def _in_hugging_face_order(stored: Mapping[str, StoredTensor], config: LlamaConfig) -> dict[str, StoredTensor]:

@@ -11,12 +11,18 @@ from kvjax.state import Attend, ModelSpec
 from kvjax_models.config import LlamaConfig
 
 
+def _weights(shape: tuple[int, ...], dtype: DTypeLike, *, scale: float, rngs: nnx.Rngs | None) -> nnx.Param:
+    """Random weights; without `rngs` only their shape."""
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * scale)
+
+
 class Linear(nnx.Module):
     """`x @ kernel + bias`; the kernel is stored [in, out], several times faster for one row than [out, in]."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
-        init = jax.random.normal(rngs.params(), (inputs, outputs), dtype) / math.sqrt(inputs)
-        self.kernel = nnx.Param(init)
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs | None):
+        self.kernel = _weights((inputs, outputs), dtype, scale=1 / math.sqrt(inputs), rngs=rngs)
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "... inputs"]) -> Float[Array, "... outputs"]:
@@ -45,7 +51,7 @@ class RMSNorm(nnx.Module):
 class DecoderLayer(nnx.Module):
     """One pre-norm block: attention, then the SwiGLU MLP."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None):
         hidden, inner = config.hidden_size, config.intermediate_size
         query_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
@@ -80,16 +86,22 @@ class Llama(nnx.Module):
 
     Layers are a Python list, so that every layer's cache may have a shape of its own.
 
+    Args:
+        config: the static configuration.
+        dtype: of every parameter.
+        rngs: of random weights. None makes a model without weights, whose matrices are `jax.ShapeDtypeStruct`s: what
+            a checkpoint fills, and what programs can be compiled for.
+
     Attributes:
         config: the static configuration.
         embedding: [vocabulary, hidden]; also the output matrix where `tie_word_embeddings`.
         lm_head: [hidden, vocabulary], or None where tied.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs | None):
         self.config = config
         shape = (config.vocab_size, config.hidden_size)
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * 0.02)
+        self.embedding = _weights(shape, dtype, scale=0.02, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         self.lm_head = (

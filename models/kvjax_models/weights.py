@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from kvjax_models.llama import Llama
 
 #: A parameter's place in the module, for example ("layers", 0, "q_proj", "kernel").
 ParameterPath = tuple[str | int, ...]
+
+#: Threads that read; NumPy and JAX work outside of Python's lock.
+_READERS = 2
 
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
@@ -56,7 +60,7 @@ def build_llama(
     dtype: DTypeLike,
     source: pathlib.Path,
 ) -> Llama:
-    """Builds the model, holding one tensor beside the parameters at a time.
+    """Builds the model, holding two tensors beside the parameters at a time.
 
     Args:
         config: the model's configuration.
@@ -74,8 +78,9 @@ def build_llama(
     _check_names(set(stored_names.values()), tensors, ignored=ignored, source=source)
     for path, name in stored_names.items():
         _check_shape(tensors[name], shapes[path].shape[::-1] if _transposed(path) else shapes[path].shape)
-    arrays = {path: _read(tensors[stored_names[path]], path, dtype=dtype) for path in shapes}
-    return llama_with(config, arrays, dtype=dtype)
+    with ThreadPoolExecutor(_READERS) as readers:
+        arrays = readers.map(lambda path: _read(tensors[stored_names[path]], path, dtype=dtype), shapes)
+        return llama_with(config, dict(zip(shapes, arrays, strict=True)), dtype=dtype)
 
 
 def parameter_shapes(config: LlamaConfig, *, dtype: DTypeLike) -> dict[ParameterPath, jax.ShapeDtypeStruct]:
@@ -96,7 +101,7 @@ def llama_with(config: LlamaConfig, arrays: Mapping[ParameterPath, Float[Array, 
 
 
 def _abstract_llama(config: LlamaConfig, *, dtype: DTypeLike) -> Llama:
-    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return Llama(config, dtype=dtype, rngs=None)
 
 
 def _flatten(model: Llama) -> dict:
