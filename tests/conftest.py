@@ -51,6 +51,18 @@ def no_shape_checks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leaves LLVM's optimisations out but where the real model runs, or what is compiled for a chip is looked at.
+
+    XLA's own passes, which decide about copies and memory, are the same. Most of the suite's time is compilation.
+    """
+    full = {"smollm2", "aot"} & {mark.name for mark in request.node.iter_markers()}
+    jax.config.update("jax_disable_most_optimizations", not full)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
 def _few_memory_maps() -> Iterator[None]:
     """Drops compiled programs before the kernel's limit of mappings is reached, past which LLVM crashes."""
     yield
