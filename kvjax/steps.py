@@ -187,16 +187,23 @@ def check_cache(model: Model, cache: object) -> None:
 
 def check_room(cache: Cache, rows: np.ndarray) -> None:
     """Raises a ValueError if one of `rows` [B] bool has no slot for another token."""
-    for spec, state in zip(cache.specs, cache.layers, strict=True):
-        free = cache.policy.free_slots(spec, state)
-        if free is None:
-            return
-        full = rows & (np.asarray(free) < 1)
-        if full.any():
-            raise ValueError(
-                f"the cache has no slot left for row {int(full.argmax())}: it was made with "
-                f"`max_new_tokens={cache.room}`; ask for more, or make room with `kvjax.extend`."
-            )
+    free = _free_slots(cache)
+    if free is None:
+        return
+    full = rows & (np.asarray(free) < 1)
+    if full.any():
+        raise ValueError(
+            f"the cache has no slot left for row {int(full.argmax())}: it was made with "
+            f"`max_new_tokens={cache.room}`; ask for more, or make room with `kvjax.extend`."
+        )
+
+
+@jax.jit
+def _free_slots(cache: Cache) -> Int[Array, "B"] | None:
+    """Tokens that each row can still take in every layer; None where there is no end."""
+    free = [cache.policy.free_slots(spec, state) for spec, state in zip(cache.specs, cache.layers, strict=True)]
+    bounded = [slots for slots in free if slots is not None]
+    return jnp.stack(bounded).min(0) if bounded else None
 
 
 def dtype_name(dtype: object) -> str | None:
