@@ -1,6 +1,11 @@
 """`kvjax duo identify` and `kvjax duo show`, and a pattern on the way into `kvjax generate`."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from flax import nnx
@@ -66,6 +71,30 @@ def test_identify_show_and_generate_work_one_after_the_other(run, small, tmp_pat
     stats = json.loads(answer.out)
     assert stats["policy"]["sparsity"] == 0.5
     assert stats["policy"]["pattern"] == repr(pattern)
+
+
+@pytest.mark.smollm2
+def test_a_killed_job_goes_on_to_the_same_pattern(run, small, tmp_path):
+    kvjax_models.save(tmp_path / "model", small)
+
+    def arguments(folder):
+        recipe = (*RECIPE[2:], "--steps", "12", "--checkpoint-every", "2")
+        return ["duo", "identify", str(tmp_path / "model"), "--out", str(tmp_path / folder), *recipe]
+
+    command = [sys.executable, "-c", "import sys; from kvjax.cli.main import main; sys.exit(main(sys.argv[1:]))"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen([*command, *arguments("killed")], stderr=subprocess.DEVNULL, env=environment) as process:
+        while process.poll() is None and not (tmp_path / "killed" / "job" / "steps" / "2").exists():
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "config.json").exists()
+
+    whole, resumed = run(*arguments("whole")), run(*arguments("killed"))
+    assert (whole.code, resumed.code) == (0, 0)
+    assert "step 1 of 12" in whole.err
+    assert "step 1 of 12" not in resumed.err
+    assert kvjax.HeadPattern.load(tmp_path / "killed") == kvjax.HeadPattern.load(tmp_path / "whole")
 
 
 @pytest.mark.smollm2
