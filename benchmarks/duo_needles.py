@@ -238,8 +238,8 @@ def plot(lines: list[dict], path: pathlib.Path) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_ylim(-0.02, 1.02)
         axes.grid(alpha=0.3)
-        axes.legend()
     figure.axes[0].set_ylabel("needles found")
+    figure.axes[0].legend(loc="lower left")
     figure.savefig(path)
 
 
