@@ -231,6 +231,8 @@ class ScoredPolicy(Policy):
         ranks = self.rank(segments(scores, state, spec), placed, positions)
         lowest = lowest_slot(ranks, placed, positions, sinks=self.sinks, recent=self.recent(capacity))
         slots = jnp.where(state.lengths < capacity, state.lengths, lowest)
+        # With the scores ordered too, the attention that they come from does not wait for the layers behind.
+        state = state._replace(scores=scores)
         output, state = read_before_write(attention.output.astype(query.dtype), state)
-        state = write_token(state._replace(scores=scores), spec, slots, key, value, positions, own_score)
+        state = write_token(state, spec, slots, key, value, positions, own_score)
         return output, state
