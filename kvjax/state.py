@@ -297,24 +297,35 @@ def append_rows(held: Rows, added: Rows) -> Rows:
 
 def pack(rows: Rows, kept: Kept, spec: LayerSpec) -> LayerState:
     """The layer state that holds the tokens of `rows` that stay, each in its slot; one pass over the rows."""
-    return _pack(rows, kept, spec.shape)
+    if kept.tokens is None and spec.is_uniform:
+        return _first_rows(rows, kept, spec.shape)
+    # Not within what is traced once: which kernel runs is recorded for every program.
+    state, source = _placed(rows, kept, spec.shape)
+    kv = compact(state.kv, source, implementation=implementation_of(spec.implementation, "compact"))
+    return state._replace(kv=kv)
 
 
 # Jitted: what all layers of a model call is traced once.
 @functools.partial(jax.jit, static_argnames="spec")
-def _pack(rows: Rows, kept: Kept, spec: LayerSpec) -> LayerState:
+def _first_rows(rows: Rows, kept: Kept, spec: LayerSpec) -> LayerState:
+    slots = spec.slots[0]
+    positions = jnp.where(kept.held, rows.positions[:, :, : kept.held.shape[2]], EMPTY)
+    return LayerState(
+        kv=_prefix(rows.kv.astype(spec.dtype), slots, 0),
+        positions=_prefix(positions, slots, EMPTY),
+        lengths=kept.held.sum(-1, dtype=jnp.int32),
+        scores=None if kept.scores is None else _prefix(kept.scores, slots, 0.0),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _placed(rows: Rows, kept: Kept, spec: LayerSpec) -> tuple[LayerState, Int[Array, "B C"]]:
+    """The state but for its kv rows, which are those of all heads and not moved yet; and where each slot's comes from.
+
+    Sources are as `compact` takes them.
+    """
     lengths = kept.held.sum(-1, dtype=jnp.int32)
     starts = _shared_starts(lengths, spec) if spec.shared else None
-    scores = None if kept.scores is None else kept.scores
-    if kept.tokens is None and spec.is_uniform:
-        slots = spec.slots[0]
-        positions = jnp.where(kept.held, rows.positions[:, :, : kept.held.shape[2]], EMPTY)
-        return LayerState(
-            kv=_prefix(rows.kv.astype(spec.dtype), slots, 0),
-            positions=_prefix(positions, slots, EMPTY),
-            lengths=lengths,
-            scores=None if scores is None else _prefix(scores, slots, 0.0),
-        )
     source = _sources(kept, starts, lengths, spec, rows.positions.shape[2])
     batch = source.shape[0]
 
@@ -322,14 +333,14 @@ def _pack(rows: Rows, kept: Kept, spec: LayerSpec) -> LayerState:
         taken = jnp.take_along_axis(x.reshape(batch, -1), jnp.maximum(source, 0), axis=1)
         return jnp.where(source >= 0, taken, jnp.asarray(fill, x.dtype))
 
-    kv = rows.kv.astype(spec.dtype).reshape(batch, -1, rows.kv.shape[-1])
-    return LayerState(
-        kv=compact(kv, source, implementation=implementation_of(spec.implementation, "compact")),
+    state = LayerState(
+        kv=rows.kv.astype(spec.dtype).reshape(batch, -1, rows.kv.shape[-1]),
         positions=take(rows.positions, EMPTY),
         lengths=lengths,
-        scores=None if scores is None else take(scores, 0.0),
+        scores=None if kept.scores is None else take(kept.scores, 0.0),
         starts=starts,
     )
+    return state, source
 
 
 def _prefix(x: Array, slots: int, fill: float) -> Array:
