@@ -116,6 +116,16 @@ class Policy(abc.ABC):
         del prompt_length, max_positions
         return False
 
+    @property
+    def sees_whole_prompt(self) -> bool:
+        """Whether a prompt's attention is the full causal one, whatever is kept: such policies can share a prefill."""
+        kind = type(self)
+        return kind.attend_prompt is Policy.attend_prompt and kind.prefill is Policy.prefill
+
+    def representative(self, spec: LayerSpec) -> LayerSpec:
+        """The spec of the first layer that treats prompts and turns as this one does: one program serves both."""
+        return spec
+
     def prefill(
         self,
         spec: LayerSpec,

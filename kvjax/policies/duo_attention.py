@@ -127,6 +127,18 @@ class DuoAttention(Policy):
             return None
         return (capacities(state, spec) - state.lengths)[:, fixed].min(-1)
 
+    @property
+    def sees_whole_prompt(self) -> bool:
+        """See `Policy.sees_whole_prompt`."""
+        return self.prefill_mask == "dense"
+
+    def representative(self, spec: LayerSpec) -> LayerSpec:
+        """See `Policy.representative`. The first layer whose heads of the same places stream."""
+        mine = self.for_model(spec.model)
+        layers = range(spec.layer + 1)
+        first = next(layer for layer in layers if (mine.streaming(layer) == mine.streaming(spec.layer)).all())
+        return dataclasses.replace(spec, layer=first)
+
     def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
         """See `Policy.compress`. A streaming head's window lies in the ring where decoding would have written it."""
         del asked

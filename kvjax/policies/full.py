@@ -17,6 +17,10 @@ class Full(Policy):
         """See `Policy.kept_tokens`."""
         return [(lengths[-1],) * model.num_kv_heads] * model.num_layers
 
+    def representative(self, spec: LayerSpec) -> LayerSpec:
+        """See `Policy.representative`."""
+        return spec.shape
+
     def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
         """See `Policy.compress`."""
         del asked

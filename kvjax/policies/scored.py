@@ -38,6 +38,7 @@ from kvjax.state import (
     write_token,
 )
 from kvjax_kernels import select_highest
+from kvjax_kernels.dispatch import implementation_of
 from kvjax_kernels.pooled_selection.ranks import protect
 
 
@@ -98,6 +99,8 @@ class ScoredPolicy(Policy):
     @abc.abstractmethod
     def score(self, rows: Rows, asked: Asked) -> Float[Array, "B K S"]:
         """How much each token matters after a prompt or a turn, higher = keep.
+
+        It depends on neither `budget` nor `allocation`: where several are tried on one prompt, they share it.
 
         Args:
             rows: all tokens, in ascending position; their `scores` are those of cached ones, where remembered.
@@ -190,13 +193,21 @@ class ScoredPolicy(Policy):
         )[spec.layer]
         return jnp.asarray(table)[jnp.clip(seen, 0, len(table) - 1)]
 
+    def representative(self, spec: LayerSpec) -> LayerSpec:
+        """See `Policy.representative`. Layers are alike where they have the same budget whatever the length."""
+        allocation = self.allocation.layers if isinstance(self.allocation, Adaptive) else self.allocation
+        return spec.shape if isinstance(allocation, Uniform) else spec
+
     def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
         """See `Policy.compress`."""
+        return self.select(spec, rows, self.score(rows, asked))
+
+    def select(self, spec: LayerSpec, rows: Rows, scores: Float[Array, "B K S"]) -> Kept:
+        """Which tokens stay, by their scores; see `compress`."""
         counts = self.counts(spec, seen_tokens(rows))
         if not spec.shared:
             counts = jnp.minimum(counts, rows.lengths)
-        implementation = asked.implementation_of("select_highest")
-        scores = self.score(rows, asked)
+        implementation = implementation_of(spec.implementation, "select_highest")
         ranks = self.rank(scores, rows.positions, rows.positions.max((1, 2)))
         ranks = protect(ranks, rows.positions, sinks=self.sinks, recent=self.recent(counts))
         if isinstance(self.allocation, Adaptive):

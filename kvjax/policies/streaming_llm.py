@@ -126,6 +126,15 @@ class StreamingLLM(Policy):
         fits = prompt_length <= max_positions or self.prefill_mask == "streaming"
         return self.positions == "cache" and fits
 
+    @property
+    def sees_whole_prompt(self) -> bool:
+        """See `Policy.sees_whole_prompt`."""
+        return self.prefill_mask == "dense"
+
+    def representative(self, spec: LayerSpec) -> LayerSpec:
+        """See `Policy.representative`."""
+        return spec.shape
+
     def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
         """See `Policy.compress`. The window lies in the ring where decoding would have written it."""
         del asked
