@@ -8,7 +8,6 @@ for `needle_kvpress.py`, whose results `--kvpress` adds to the table.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import pathlib
@@ -20,11 +19,7 @@ import numpy as np
 
 import kvjax
 import kvjax_models
-from kvjax.attention import Asked
-from kvjax.evaluation import needle
-from kvjax.policies.base import prompt_rows
-from kvjax.prompts import batch_of
-from kvjax_kernels import prefill_attention
+from kvjax.evaluation import needle, shared_prefill
 
 LENGTHS, BUDGETS, DEPTHS, NEW_TOKENS = (1000, 2000), (512, 256, 128), 10, 28
 POLICIES: dict[str, Callable[[int], kvjax.Policy]] = {
@@ -61,50 +56,6 @@ def prompts(tokenizer: kvjax_models.Tokenizer, length: int) -> tuple[list[list[i
     return ids, answers
 
 
-@functools.partial(jax.jit, static_argnames="rope")
-def attend_prompt(query, key, value, positions, rope):
-    """Full attention of one layer, and what policies look at."""
-    rotated, key = rope.rotate(query, positions), rope.rotate(key, positions)
-    output, log_sum_exp = prefill_attention(rotated, key, value, log_sum_exp=True)
-    return output, prompt_rows(key, value, positions), (rotated, query, positions, log_sum_exp)
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "spec", "rope"))
-def compress(policy, spec, rows, asked, rope):
-    """One layer's state."""
-    return policy.keep(spec, rows, Asked(asked[0], asked[1], asked[2], asked[3], rope))
-
-
-def compressed(
-    params: kvjax_models.Llama, rows: list[list[int]], policies: list[kvjax.Policy]
-) -> tuple[jax.Array, list[kvjax.Cache]]:
-    """The prompt's logits, and every policy's cache of it: all of them see the same full attention, computed once."""
-    batch = batch_of([np.asarray(row, np.int32) for row in rows])
-    offset = np.arange(batch.tokens.shape[1])[None]
-    positions = jnp.asarray(np.where(offset < batch.lengths[:, None], offset, kvjax.EMPTY), jnp.int32)
-    shortest = int(batch.lengths.min())
-    specs = [p.layer_specs(params.spec, batch.tokens.shape[1], NEW_TOKENS, shortest=shortest) for p in policies]
-    states: list[list[kvjax.LayerState]] = [[] for _ in policies]
-
-    def attend(layer, query, key, value):
-        output, cached, asked = attend_prompt(query, key, value, positions, params.spec.rope)
-        for policy, mine, kept in zip(policies, specs, states, strict=True):
-            spec = mine[layer]
-            if spec.kept == mine[0].kept:
-                # Layers of one shape share a compiled choice.
-                spec = mine[0]
-            kept.append(compress(policy, spec, cached, asked, params.spec.rope))
-        return output
-
-    hidden = params(jnp.asarray(batch.tokens), attend)
-    last = jnp.take_along_axis(hidden, jnp.asarray(batch.lengths - 1)[:, None, None], axis=1)[:, 0]
-    caches = [
-        kvjax.Cache(tuple(kept), jnp.asarray(batch.lengths), policy=policy, specs=mine, room=NEW_TOKENS)
-        for policy, mine, kept in zip(policies, specs, states, strict=True)
-    ]
-    return params.logits(last), caches
-
-
 def answers_of(loaded: kvjax_models.Loaded, logits: jax.Array, cache: kvjax.Cache) -> list[str]:
     """Greedy answers behind a cache."""
     assert loaded.tokenizer is not None
@@ -139,10 +90,11 @@ def main() -> None:
     for budget, (length, (ids, wanted)) in itertools.product(args.budgets, tasks.items()):
         named = {(name, budget): make(budget) for name, make in POLICIES.items()} | {("Full", 0): kvjax.Full()}
         missing = {key: policy for key, policy in named.items() if (*key, length) not in results}
-        logits, caches = compressed(loaded.params, ids, list(missing.values())) if missing else (None, [])
+        if not missing:
+            continue
+        shared = shared_prefill(loaded.params, ids, policies=list(missing.values()), max_new_tokens=NEW_TOKENS)
         for name, kept in missing:
-            assert logits is not None
-            texts = answers_of(loaded, logits, caches.pop(0))
+            texts = answers_of(loaded, shared.logits, shared.caches.pop(0))
             hits = [answer in text for answer, text in zip(wanted, texts, strict=True)]
             results[name, kept, length] = hits
             line = {"policy": name, "budget": kept, "length": length, "hits": hits, "texts": texts}
