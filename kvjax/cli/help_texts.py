@@ -17,6 +17,7 @@ examples:
   kvjax inspect --needle 4000 --policy snapkv --budget 256
   kvjax duo identify --out pattern
   kvjax plan llama-3.1-8b --context 32000
+  kvjax evaluate --tasks needle --lengths 1000 --out run
   kvjax models
 
 `kvjax SUBCOMMAND --help` tells more.""",
@@ -65,6 +66,14 @@ examples:
     kvjax plan llama-3.2-1b --context 32000 --device v5e --policy snapkv --policy h2o --budget 2048
   A model of your own on a device of your own:
     kvjax plan ./config.json --context 16000 --memory 48 --bandwidth 864""",
+    "evaluate": """\
+examples:
+  Five policies, three budgets, all tasks at 1,000 and 2,000 tokens, on the small model that comes along:
+    kvjax evaluate --out run
+  Needles only, for one policy with two windows, at a quarter of the prompt:
+    kvjax evaluate --out needles --tasks needle multi-turn --policies snapkv:window=16 snapkv:window=64 --budgets 0.25
+  Another model, more examples, a text of yours for perplexity:
+    kvjax evaluate HuggingFaceTB/SmolLM2-360M-Instruct --out larger --samples 5 --text book.txt""",
     "models": """\
 examples:
   kvjax models

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import kvjax
-from kvjax.cli import duo, generate, inspect, models, plan
+from kvjax.cli import duo, evaluate, generate, inspect, models, plan
 from kvjax.cli.errors import MENDABLE, Parser, UserError, sentence
 from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.interrupt import INTERRUPTED
@@ -58,6 +58,7 @@ def _parser() -> Parser:
     inspect.add_subcommand(subcommands)
     duo.add_subcommand(subcommands)
     plan.add_subcommand(subcommands)
+    evaluate.add_subcommand(subcommands)
     models.add_subcommand(subcommands)
     return parser
 
