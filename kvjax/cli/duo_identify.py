@@ -3,14 +3,13 @@
 import argparse
 import dataclasses
 import pathlib
-import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.errors import UserError
 from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.interrupt import abandons_work_after_ctrl_c
 from kvjax.cli.loading import load_model, model_name
+from kvjax.cli.progress import Lines, note
 
 if TYPE_CHECKING:
     import kvjax.duo
@@ -30,7 +29,6 @@ _SETTINGS = {
     "passkey_size": "Words or digits of each.",
     "seed": "The seed of lengths, texts and passkeys.",
 }
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 def add_subcommand(subcommands: Any) -> None:
@@ -104,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             report=_Report(),
         )
     found.save(args.out)
-    _note(f"wrote {args.out}; see it with `kvjax duo show {args.out}`")
+    note(f"wrote {args.out}; see it with `kvjax duo show {args.out}`")
     return 0
 
 
@@ -135,14 +133,12 @@ class _Report:
     """Tells on stderr how far the job is, every few seconds."""
 
     def __init__(self) -> None:
-        self._told = 0.0
+        self._lines = Lines()
 
     def __call__(self, progress: "kvjax.duo.Progress") -> None:
-        now = time.monotonic()
-        if now - self._told < _SECONDS_BETWEEN_LINES and progress.step < progress.steps:
+        if not self._lines.due(last=progress.step == progress.steps):
             return
-        self._told = now
-        _note(
+        note(
             f"step {progress.step} of {progress.steps}, {progress.length} tokens: loss {progress.loss:.4f}, mean alpha "
             f"{progress.regulariser:.3f}, {progress.over_half:.0%} of the heads over 0.5, "
             f"{_duration(progress.seconds_left)} left"
@@ -153,7 +149,3 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
-def _note(text: str) -> None:
-    print(f"kvjax: {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ import dataclasses
 import math
 import pathlib
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.errors import UserError
@@ -16,13 +15,13 @@ from kvjax.cli.loading import load_model, model_name, model_source
 from kvjax.cli.options import budget as budget_type
 from kvjax.cli.planned_model import read_config
 from kvjax.cli.policies import POLICIES
+from kvjax.cli.progress import Lines, note
 
 if TYPE_CHECKING:
     import kvjax.evaluation
 
 _POLICIES = ("streaming-llm", "h2o", "snapkv", "pyramidkv", "duo")
 _BUDGETS = (512, 256, 128)
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 def add_subcommand(subcommands: Any) -> None:
@@ -131,8 +130,8 @@ def run(args: argparse.Namespace) -> int:
     print((args.out / "table.md").read_text(encoding="utf-8"), end="")
     if not args.no_plots:
         for file in plots.save_plots(summary, args.out, model_name=name):
-            _note(f"wrote {file}")
-    _note(f"wrote {args.out}")
+            note(f"wrote {file}")
+    note(f"wrote {args.out}")
     return 0
 
 
@@ -163,19 +162,13 @@ class _Report:
     """Tells on stderr how far the run is, every few seconds."""
 
     def __init__(self) -> None:
-        self._told = 0.0
+        self._lines = Lines()
 
     def __call__(self, progress: "kvjax.evaluation.Progress") -> None:
-        now = time.monotonic()
-        if now - self._told < _SECONDS_BETWEEN_LINES and progress.done < progress.total:
+        if not self._lines.due(last=progress.done == progress.total):
             return
-        self._told = now
         left = math.ceil(progress.seconds_left / 60)
-        _note(
+        note(
             f"{progress.done:,} of {progress.total:,} answers, {progress.label} with {progress.length:,} tokens, about "
             f"{left} min left"
         )
-
-
-def _note(text: str) -> None:
-    print(f"kvjax: {text}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,26 @@ def activity(message: str) -> Iterator[Callable[[], None]]:
     with _spinner() as spinner:
         spinner.add_task(message, total=None)
         yield spinner.stop
+
+
+class Lines:
+    """Lines on stderr about a long job, one every few seconds, and its last one."""
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds, self._told = seconds, 0.0
+
+    def due(self, *, last: bool) -> bool:
+        """Whether it is time for a line; if so, it counts as told."""
+        now = time.monotonic()
+        if now - self._told < self._seconds and not last:
+            return False
+        self._told = now
+        return True
+
+
+def note(text: str) -> None:
+    """Tells the user something on stderr."""
+    print(f"kvjax: {text}", file=sys.stderr, flush=True)
 
 
 def _spinner() -> Any:

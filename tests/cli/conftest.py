@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+from flax import nnx
 
 import kvjax_models
 from kvjax.cli import loading
 from kvjax.cli.main import main
+from kvjax.rope import Rope
 
 
 class Run(NamedTuple):
@@ -48,3 +50,24 @@ def generate(
 
     monkeypatch.setattr(kvjax_models, "load", load)
     return lambda *argv, **stdin: run("generate", *argv, **stdin)
+
+
+@pytest.fixture
+def small(smollm2, monkeypatch) -> kvjax_models.Loaded:
+    """A random model of two layers that is loaded instead of any, with a real tokenizer."""
+    config = kvjax_models.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope=Rope(head_dim=8),
+        tie_word_embeddings=True,
+    )
+    loaded = kvjax_models.Loaded(kvjax_models.Llama(config, rngs=nnx.Rngs(0)), smollm2.tokenizer, config)
+    monkeypatch.setattr(kvjax_models, "load", lambda source, dtype=None: loaded)
+    return loaded

@@ -8,35 +8,12 @@ import sys
 import time
 
 import pytest
-from flax import nnx
 
 import kvjax
 import kvjax_models
-from kvjax.rope import Rope
 
 RECIPE = ("--steps", "2", "--min-length", "220", "--max-length", "240", "--lengths", "1", "--recent", "16")
 RECIPE += ("--passkeys", "2", "--passkey-size", "3")
-
-
-@pytest.fixture
-def small(smollm2, monkeypatch) -> kvjax_models.Loaded:
-    """A random model of two layers that is loaded instead of any, with a real tokenizer."""
-    config = kvjax_models.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        rope=Rope(head_dim=8),
-        tie_word_embeddings=True,
-    )
-    loaded = kvjax_models.Loaded(kvjax_models.Llama(config, rngs=nnx.Rngs(0)), smollm2.tokenizer, config)
-    monkeypatch.setattr(kvjax_models, "load", lambda source, dtype=None: loaded)
-    return loaded
 
 
 @pytest.mark.smollm2

@@ -4,39 +4,21 @@ import json
 import pathlib
 
 import pytest
-from flax import nnx
 
 import kvjax_models
 from kvjax.cli import evaluate
-from kvjax.rope import Rope
 
 SMALL = ("--lengths", "260", "--depths", "0", "1", "--tasks", "needle", "perplexity", "--budgets", "96")
 
 
 @pytest.fixture
-def small(smollm2, monkeypatch) -> kvjax_models.Loaded:
-    """A random model of two layers that is loaded instead of any, with a real tokenizer."""
-    config = kvjax_models.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        rope=Rope(head_dim=8),
-        tie_word_embeddings=True,
-    )
-    loaded = kvjax_models.Loaded(kvjax_models.Llama(config, rngs=nnx.Rngs(0)), smollm2.tokenizer, config)
-    monkeypatch.setattr(kvjax_models, "load", lambda source, dtype=None: loaded)
-    monkeypatch.setattr(evaluate, "read_config", lambda source: config)
-    return loaded
+def known(small, monkeypatch) -> None:
+    """The small model's configuration is read too, before it is loaded."""
+    monkeypatch.setattr(evaluate, "read_config", lambda source: small.config)
 
 
 @pytest.mark.smollm2
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("known")
 def test_a_run_writes_results_a_manifest_a_table_and_plots(run, tmp_path):
     out = tmp_path / "run"
     argv = ("evaluate", "small", "--out", str(out), *SMALL, "--policies", "snapkv:window=16", "streaming-llm")
