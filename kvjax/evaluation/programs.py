@@ -4,12 +4,13 @@ import pathlib
 
 import jax
 
-#: Mappings of memory after which programs are dropped; Linux allows 65,530, and LLVM crashes past them.
-_MOST = 30_000
+#: The share of the mappings of memory that Linux allows a process after which programs are dropped: what is compiled
+#: until the next look must fit into the rest, for LLVM crashes past them.
+_SHARE = 0.75
 
 
 def drop_programs_if_many() -> None:
     """Drops all compiled programs before there are too many; each takes dozens of mappings on a CPU."""
-    maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST:
+    maps, limit = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/sys/vm/max_map_count")
+    if maps.exists() and limit.exists() and maps.read_bytes().count(b"\n") > _SHARE * int(limit.read_text()):
         jax.clear_caches()
