@@ -1,10 +1,10 @@
 """Which policies still find a needle? SmolLM2, 1,000 and 2,000 tokens, ten depths, three budgets.
 
-    uv run python benchmarks/needle.py [--out results.jsonl] [--prompts prompts.json] [--kvpress kvpress.jsonl]
+    uv run python benchmarks/needle.py [--out results.jsonl] [--budgets 512 256 128]
 
 The question stands at the end of the prompt that is compressed. A hit is an answer that contains the five digits.
-Results are appended to `--out` as they come, and what is there is not run again. `--prompts` writes the token ids,
-for `needle_kvpress.py`, whose results `--kvpress` adds to the table.
+Results are appended to `--out` as they come, and what is there is not run again. `kvpress_comparison.py` asks kvpress
+the same.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kvpress_settings import with_kvpress_settings
 
 import kvjax
 import kvjax_models
@@ -31,21 +32,17 @@ POLICIES: dict[str, Callable[[int], kvjax.Policy]] = {
     "TOVA": lambda b: kvjax.TOVA(budget=b),
     "Knorm": lambda b: kvjax.Knorm(budget=b),
     "ExpectedAttention": lambda b: kvjax.ExpectedAttention(budget=b),
-    "SnapKV, kvpress settings": lambda b: kvjax.SnapKV(
-        budget=b, window=64, kernel=5, pooling="avg", group_order="after_pooling", sinks=0
-    ),
-    "AdaKV, kvpress settings": lambda b: kvjax.AdaKV(
-        budget=b, window=64, kernel=5, pooling="avg", group_order="after_pooling", sinks=0
-    ),
-    "TOVA, kvpress settings": lambda b: kvjax.TOVA(budget=b, sinks=0, recent_tokens=1, heads="all", evict="prompt"),
-    "Knorm, kvpress settings": lambda b: kvjax.Knorm(budget=b, sinks=0, recent_tokens=0),
+    "SnapKV, kvpress settings": lambda b: with_kvpress_settings("SnapKV", b),
+    "AdaKV, kvpress settings": lambda b: with_kvpress_settings("AdaKV", b),
+    "TOVA, kvpress settings": lambda b: with_kvpress_settings("TOVA", b),
+    "Knorm, kvpress settings": lambda b: with_kvpress_settings("Knorm", b),
     "PyramidKV, kvpress window": lambda b: kvjax.PyramidKV(
         budget=b, window=64, kernel=5, pooling="avg", group_order="after_pooling", sinks=0
     ),
 }
 
 
-def prompts(tokenizer: kvjax_models.Tokenizer, length: int) -> tuple[list[list[int]], list[str]]:
+def prompts_of(tokenizer: kvjax_models.Tokenizer, length: int) -> tuple[list[list[int]], list[str]]:
     """Token ids of ten chats, the needle at ten depths, and the answers."""
     ids, answers = [], []
     for index in range(DEPTHS):
@@ -56,18 +53,15 @@ def prompts(tokenizer: kvjax_models.Tokenizer, length: int) -> tuple[list[list[i
     return ids, answers
 
 
-def answers_of(loaded: kvjax_models.Loaded, logits: jax.Array, cache: kvjax.Cache) -> list[str]:
-    """Greedy answers behind a cache."""
-    assert loaded.tokenizer is not None
-    tokens = []
+def answers_of(params: kvjax_models.Llama, logits: jax.Array, cache: kvjax.Cache) -> list[list[int]]:
+    """Greedy answers behind a cache, up to where they stop."""
+    steps = []
     for _ in range(NEW_TOKENS):
-        tokens.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-        logits, cache = kvjax.decode(loaded.params, cache, tokens[-1])
-    texts = []
-    for row in np.stack(tokens, axis=1):
-        stops = np.flatnonzero(np.isin(row, loaded.params.spec.stop_tokens))
-        texts.append(loaded.tokenizer.decode(row[: stops[0] if len(stops) else None].tolist()))
-    return texts
+        steps.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        logits, cache = kvjax.decode(params, cache, steps[-1])
+    tokens = np.stack(steps, axis=1)
+    stops = [np.flatnonzero(np.isin(row, params.spec.stop_tokens)) for row in tokens]
+    return [row[: stop[0] if len(stop) else None].tolist() for row, stop in zip(tokens, stops, strict=True)]
 
 
 def main() -> None:
@@ -75,15 +69,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("needle.jsonl"))
     parser.add_argument("--budgets", type=int, nargs="*", default=BUDGETS)
-    parser.add_argument("--prompts", type=pathlib.Path)
-    parser.add_argument("--kvpress", type=pathlib.Path)
     args = parser.parse_args()
     loaded = kvjax_models.load(kvjax_models.embedded_model())
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
-    tasks = {length: prompts(tokenizer, length) for length in LENGTHS}
-    if args.prompts:
-        args.prompts.write_text(json.dumps(tasks))
+    tasks = {length: prompts_of(tokenizer, length) for length in LENGTHS}
     results = read(args.out)
     # One prefill serves all policies of a budget; each has a program for every layer shape, and too many programs in
     # one process exhaust the kernel's memory maps.
@@ -94,7 +84,8 @@ def main() -> None:
             continue
         shared = shared_prefill(loaded.params, ids, policies=list(missing.values()), max_new_tokens=NEW_TOKENS)
         for name, kept in missing:
-            texts = answers_of(loaded, shared.logits, shared.caches.pop(0))
+            tokens = answers_of(loaded.params, shared.logits, shared.caches.pop(0))
+            texts = [tokenizer.decode(row) for row in tokens]
             hits = [answer in text for answer, text in zip(wanted, texts, strict=True)]
             results[name, kept, length] = hits
             line = {"policy": name, "budget": kept, "length": length, "hits": hits, "texts": texts}
@@ -102,8 +93,7 @@ def main() -> None:
                 file.write(json.dumps(line) + "\n")
             print(name, kept, length, sum(hits), flush=True)
         jax.clear_caches()
-    peers = read(args.kvpress) if args.kvpress else {}
-    print(table(results, peers))
+    print(table(results))
 
 
 def read(path: pathlib.Path) -> dict[tuple[str, int, int], list[bool]]:
@@ -114,19 +104,14 @@ def read(path: pathlib.Path) -> dict[tuple[str, int, int], list[bool]]:
     return {(line["policy"], line["budget"], line["length"]): line["hits"] for line in lines}
 
 
-def table(results: dict[tuple[str, int, int], list[bool]], peers: dict[tuple[str, int, int], list[bool]]) -> str:
-    """Hits of ten, with kvpress's behind a stroke where it has the same method."""
+def table(results: dict[tuple[str, int, int], list[bool]]) -> str:
+    """Hits of ten."""
     columns = [(length, budget) for length in LENGTHS for budget in BUDGETS]
     head = " | ".join(f"{length}, {budget} kept" for length, budget in columns)
     lines = [f"| policy | {head} |", f"|---|{'---|' * len(columns)}"]
     for name in ("Full", *POLICIES):
-        cells = []
-        for length, budget in columns:
-            key = (name, 0 if name == "Full" else budget, length)
-            cell = str(int(np.sum(results[key]))) if key in results else ""
-            if key in peers:
-                cell += f" / {int(np.sum(peers[key]))}"
-            cells.append(cell)
+        keys = [(name, 0 if name == "Full" else budget, length) for length, budget in columns]
+        cells = [str(int(np.sum(results[key]))) if key in results else "" for key in keys]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
