@@ -73,7 +73,7 @@ class Worker:
 
     def prepare_decode(self, policy: str, prompts: list[list[int]], steps: int) -> None:
         """Fills a cache, compiles, and runs once."""
-        self.prepare_prefill(policy, prompts, steps)
+        self._policy, self._prompts, self._steps = POLICIES[policy], prompts, steps
         self._prefilled = self._prefill()
         self.measure_decode()
 
