@@ -148,16 +148,18 @@ class Worker:
         with press(self._model):
             return self._run(ids, cache, **arguments)
 
-    def _continue(self, logits, cache, position, steps, stop=None):
-        """The tokens that follow, greedily."""
+    def _continue(self, logits, cache, position, steps, stop=None, mask=None):
+        """The tokens that follow, greedily; `mask` [B, T] of the prompt, if it has pads."""
         tokens = []
         for step in range(steps):
             token = logits.argmax(-1, keepdim=True)
             if stop is not None and int(token[0, 0]) == stop:
                 break
             tokens.append(token)
-            places = torch.full_like(token, position + step)
-            logits, cache = self._run(token, cache, position_ids=places)
+            places = torch.zeros_like(token) + position + step
+            if mask is not None:
+                mask = torch.cat([mask, torch.ones_like(token)], dim=1)
+            logits, cache = self._run(token, cache, position_ids=places, attention_mask=mask)
         return torch.cat(tokens, dim=1) if tokens else torch.zeros(1, 0, dtype=torch.int64)
 
     def _answer(self, policy, share, ids, steps, stop=STOP):
@@ -173,23 +175,20 @@ class Worker:
         mask = torch.ones_like(ids)
         mask[1, :pads] = 0
         places = (mask.cumsum(-1) - 1).clamp(min=0)
-        press = press_of("SnapKV", KEPT)
-        logits, cache = self._run(ids, transformers.DynamicCache(), press, attention_mask=mask, position_ids=places)
-        found = [self._masked_step(logits, cache, mask)]
-        logits, cache = self._run(ids, transformers.DynamicCache(), press, attention_mask=mask, position_ids=places)
-        tokens = self._continue(logits, cache, torch.tensor([[len(long)], [len(short)]]), ANSWER)
-        for row, prompt in enumerate((long, short)):
-            alone = self._answer("SnapKV", KEPT, prompt, ANSWER, None)
-            found.append(f"{int((tokens[row] == torch.tensor(alone)).sum())}")
-        return f"{found[0]}; without a mask {found[1]} and {found[2]} of {ANSWER} tokens as alone"
-
-    def _masked_step(self, logits, cache, mask):
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-        try:
-            self._run(logits.argmax(-1, keepdim=True), cache, attention_mask=mask)
-        except Exception as error:
-            return f"a step with the batch's mask: {type(error).__name__}"
-        return "a step with the batch's mask runs"
+        alone = [torch.tensor(self._answer("SnapKV", KEPT, row, ANSWER, None)) for row in (long, short)]
+        counts = []
+        for decoding_mask in (mask, None):
+            logits, cache = self._run(
+                ids, transformers.DynamicCache(), press_of("SnapKV", KEPT), attention_mask=mask, position_ids=places
+            )
+            lengths = torch.tensor([[len(long)], [len(short)]])
+            tokens = self._continue(logits, cache, lengths, ANSWER, mask=decoding_mask)
+            counts += [int((row == wanted).sum()) for row, wanted in zip(tokens, alone, strict=True)]
+        verdict = "yes" if max(sum(counts[:2]), sum(counts[2:])) == 2 * ANSWER else "no"
+        return (
+            f"{verdict}: {counts[0]} and {counts[1]} of {ANSWER} tokens as alone with the batch's mask, "
+            f"{counts[2]} and {counts[3]} without"
+        )
 
     def _second_turn(self, method, share, first, second):
         press = press_of(method, share)
