@@ -26,11 +26,10 @@ def cost_table(records: Records, work: Sequence[Work]) -> str:
         best = min((value for who in kvpress if (value := values.get(who))), default=None)
         ratios = [_ratio(values.get(kvjax), base) for base in (values.get(kvpress[0]), best)]
         verdict = "" if ratios[1] is None or row.aim is None else ("met" if ratios[1] <= row.aim else "missed")
-        quiet = [sum(line["others"] <= QUIET for line in lines) for lines in found.values()]
-        rounds = [len(lines) for lines in found.values()]
+        rounds = "" if row.kind == "memory" else _rounds([line for lines in found.values() for line in lines])
         kept = sorted({f"{line['kept']:,.0f}" for lines in found.values() for line in lines if "kept" in line})
         ends = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        ends += ["" if row.aim is None else f"{row.aim:g}", verdict, f"{sum(quiet)} of {sum(rounds)}", " / ".join(kept)]
+        ends += ["" if row.aim is None else f"{row.aim:g}", verdict, rounds, " / ".join(kept)]
         lines.append(f"| {_label(row)} | {' | '.join(cells + ends)} |")
     return "\n".join(lines)
 
@@ -67,6 +66,10 @@ def _median(lines: Sequence[dict]) -> float | None:
     quiet = [line["value"] for line in good if line["others"] <= QUIET]
     values = quiet or [line["value"] for line in good]
     return statistics.median(values) if values else None
+
+
+def _rounds(lines: Sequence[dict]) -> str:
+    return f"{sum(line['others'] <= QUIET for line in lines)} of {len(lines)}"
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:
