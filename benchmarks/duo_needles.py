@@ -25,7 +25,7 @@ from kvjax.evaluation import needle
 from kvjax.policies.base import prompt_rows
 from kvjax.prompts import batch_of
 from kvjax.shipped_patterns import shipped_pattern
-from kvjax.state import Rows
+from kvjax.state import Rows, for_platform
 from kvjax_kernels import prefill_attention
 
 LENGTHS, SPARSITIES, DEPTHS, ROOM, TOGETHER = (1000, 2000), (0.25, 0.5, 0.75), 10, 8, 5
@@ -103,6 +103,7 @@ def compressed(model: kvjax.ModelSpec, prompts: Read, policy: kvjax.Policy) -> k
     """What a policy keeps of the prompts."""
     length = prompts.rows[0].positions.shape[-1]
     specs = policy.layer_specs(model, length, ROOM, shortest=int(prompts.lengths.min()), dtype="float32")
+    specs = for_platform(specs, None)
     # Layers with the same heads streaming share a compiled choice.
     alike = {spec.slots: spec for spec in reversed(specs)}
     states = [

@@ -1,5 +1,6 @@
 """Caches on disk: saved with Orbax, restored, and continued bit for bit."""
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -27,6 +28,8 @@ def save_cache(path: str | pathlib.Path, cache: Cache) -> None:
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"`cache` must be a kvjax.Cache, got {type(cache).__name__}.")
+    # Whole rows, which every platform can read.
+    cache = cache.laid_out(tuple(dataclasses.replace(spec, split=False) for spec in cache.specs))
     folder = pathlib.Path(path).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"`path` must be a new or empty folder, got {folder}, which holds something.")
@@ -76,7 +79,7 @@ def restore_cache(path: str | pathlib.Path, params: Model, *, policy: Policy, ca
         LayerState(**{field: arrays.get(f"{layer}.{field}") for field in LayerState._fields})
         for layer in range(len(specs))
     )
-    return Cache(layers, arrays["next_position"], policy=policy, specs=specs, room=room)
+    return Cache(layers, arrays["next_position"], policy=policy, specs=specs, room=room).using(None)
 
 
 def _about(cache: Cache) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.rope import Rotation
-from kvjax_kernels import compact
+from kvjax_kernels import SplitRows, join_rows, split_rows, write_split
 from kvjax_kernels.dispatch import Implementation, implementation_of
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class LayerSpec:
         dtype: of the cached rows.
         shared: whether the heads of a layer share all its slots, split for each row by what its tokens are worth;
             `kept` and `slots` are then the heads' means.
+        split: whether keys and values lie apart, as `for_platform` chooses.
         implementation: which kernels run, see `kvjax_kernels.dispatch`; None picks by platform.
     """
 
@@ -84,6 +85,7 @@ class LayerSpec:
     max_length: int
     dtype: str
     shared: bool = False
+    split: bool = False
     implementation: Implementation = None
 
     @property
@@ -121,14 +123,15 @@ class LayerState(NamedTuple):
     Attributes:
         kv: [B, S, 2D], one row a token: the key, rotated to the token's absolute position, then the value. Every
             KV head owns a contiguous segment of slots. Key and value side by side fill a TPU's 128 lanes at head
-            size 64, where an array whose last axis is 64 would be copied at every kernel call.
+            size 64, where an array whose last axis is 64 would be copied at every kernel call. Where the spec says
+            `split`, the same taken apart; `whole_rows` gives it back.
         positions: [B, S], the absolute position of the token in each slot, `EMPTY` where there is none.
         lengths: [B, K], tokens held by each head.
         scores: [B, S] float32, only where the policy needs them for its next step.
         starts: [B, K], each head's first slot, only where heads share a layer's slots (`LayerSpec.shared`).
     """
 
-    kv: Float[Array, "B S twoD"]
+    kv: Float[Array, "B S twoD"] | SplitRows
     positions: Int[Array, "B S"]
     lengths: Int[Array, "B K"]
     scores: Float[Array, "B S"] | None = None
@@ -235,13 +238,43 @@ class Cache:
 
     def using(self, implementation: Implementation) -> "Cache":
         """The same cache, whose next steps run other kernels."""
-        specs = tuple(dataclasses.replace(spec, implementation=implementation) for spec in self.specs)
-        return Cache(self.layers, self.next_position, policy=self.policy, specs=specs, room=self.room)
+        return self.laid_out(for_platform(self.specs, implementation))
+
+    def laid_out(self, specs: tuple[LayerSpec, ...]) -> "Cache":
+        """The same tokens as other specs of the same shapes say; shares the arrays that stay as they are."""
+        layers = tuple(
+            _laid_out(state, old, new) for state, old, new in zip(self.layers, self.specs, specs, strict=True)
+        )
+        return Cache(layers, self.next_position, policy=self.policy, specs=specs, room=self.room)
 
     def __repr__(self) -> str:
         batch = self.next_position.shape[0]
         slots = sum(sum(spec.slots) for spec in self.specs)
         return f"Cache({self.policy}, {batch} rows, {slots} slots a row in {len(self.specs)} layers)"
+
+
+def for_platform(specs: tuple[LayerSpec, ...], implementation: Implementation) -> tuple[LayerSpec, ...]:
+    """The specs of a cache that these kernels read, in the layout that they read fastest.
+
+    Plain JAX on a CPU has keys and values apart; all else, and heads that share a layer's slots, has them in rows.
+    """
+    forced = implementation_of(implementation, "ragged_decode_attention")
+    split = jax.default_backend() == "cpu" and forced in (None, "xla")
+    return tuple(
+        dataclasses.replace(spec, split=split and not spec.shared, implementation=implementation) for spec in specs
+    )
+
+
+def whole_rows(state: LayerState, spec: LayerSpec) -> Float[Array, "B S twoD"]:
+    """A layer's kv rows, whatever the layout."""
+    return join_rows(state.kv, spec.slots) if isinstance(state.kv, SplitRows) else state.kv
+
+
+def _laid_out(state: LayerState, old: LayerSpec, new: LayerSpec) -> LayerState:
+    if old.split == new.split:
+        return state
+    kv = whole_rows(state, old)
+    return state._replace(kv=split_rows(kv, new.slots) if new.split else kv)
 
 
 def segment_starts(state: LayerState, spec: LayerSpec) -> Int[Array, "B K"]:
@@ -255,7 +288,7 @@ def capacities(state: LayerState, spec: LayerSpec) -> Int[Array, "B K"]:
     """Slots of each head's segment in each row."""
     if state.starts is None:
         return jnp.broadcast_to(jnp.asarray(spec.slots, jnp.int32)[None], state.lengths.shape)
-    end = jnp.full_like(state.starts[:, :1], state.kv.shape[1])
+    end = jnp.full_like(state.starts[:, :1], state.positions.shape[1])
     return jnp.concatenate([state.starts[:, 1:], end], axis=1) - state.starts
 
 
@@ -274,7 +307,7 @@ def segments(x: Array, state: LayerState, spec: LayerSpec) -> Array:
 def by_head(state: LayerState, spec: LayerSpec) -> Rows:
     """A layer's tokens as `Rows`, in the order of their slots; empty slots are zeroed."""
     held = jnp.arange(spec.widest)[None, None] < state.lengths[:, :, None]
-    kv = segments(state.kv, state, spec)
+    kv = segments(whole_rows(state, spec), state, spec)
     positions = jnp.where(held, segments(state.positions, state, spec), EMPTY)
     scores = None if state.scores is None else jnp.where(held, segments(state.scores, state, spec), 0.0)
     return Rows(jnp.where(held[..., None], kv, jnp.zeros((), kv.dtype)), positions, scores)
@@ -293,87 +326,6 @@ def append_rows(held: Rows, added: Rows) -> Rows:
         positions=_along_slots(positions, order),
         scores=None if scores is None else _along_slots(scores, order),
     )
-
-
-def pack(rows: Rows, kept: Kept, spec: LayerSpec) -> LayerState:
-    """The layer state that holds the tokens of `rows` that stay, each in its slot; one pass over the rows."""
-    if kept.tokens is None and spec.is_uniform:
-        return _first_rows(rows, kept, spec.shape)
-    # Not within what is traced once: which kernel runs is recorded for every program.
-    state, source = _placed(rows, kept, spec.shape)
-    kv = compact(state.kv, source, implementation=implementation_of(spec.implementation, "compact"))
-    return state._replace(kv=kv)
-
-
-# Jitted: what all layers of a model call is traced once.
-@functools.partial(jax.jit, static_argnames="spec")
-def _first_rows(rows: Rows, kept: Kept, spec: LayerSpec) -> LayerState:
-    slots = spec.slots[0]
-    positions = jnp.where(kept.held, rows.positions[:, :, : kept.held.shape[2]], EMPTY)
-    return LayerState(
-        kv=_prefix(rows.kv.astype(spec.dtype), slots, 0),
-        positions=_prefix(positions, slots, EMPTY),
-        lengths=kept.held.sum(-1, dtype=jnp.int32),
-        scores=None if kept.scores is None else _prefix(kept.scores, slots, 0.0),
-    )
-
-
-@functools.partial(jax.jit, static_argnames="spec")
-def _placed(rows: Rows, kept: Kept, spec: LayerSpec) -> tuple[LayerState, Int[Array, "B C"]]:
-    """The state but for its kv rows, which are those of all heads and not moved yet; and where each slot's comes from.
-
-    Sources are as `compact` takes them.
-    """
-    lengths = kept.held.sum(-1, dtype=jnp.int32)
-    starts = _shared_starts(lengths, spec) if spec.shared else None
-    source = _sources(kept, starts, lengths, spec, rows.positions.shape[2])
-    batch = source.shape[0]
-
-    def take(x: Array, fill: float) -> Array:
-        taken = jnp.take_along_axis(x.reshape(batch, -1), jnp.maximum(source, 0), axis=1)
-        return jnp.where(source >= 0, taken, jnp.asarray(fill, x.dtype))
-
-    state = LayerState(
-        kv=rows.kv.astype(spec.dtype).reshape(batch, -1, rows.kv.shape[-1]),
-        positions=take(rows.positions, EMPTY),
-        lengths=lengths,
-        scores=None if kept.scores is None else take(kept.scores, 0.0),
-        starts=starts,
-    )
-    return state, source
-
-
-def _prefix(x: Array, slots: int, fill: float) -> Array:
-    """The first `slots` along axis 2 of [B, K, S, ...], filled up where there are fewer, as [B, K * slots, ...]."""
-    pad = [(0, 0)] * x.ndim
-    pad[2] = (0, max(0, slots - x.shape[2]))
-    x = jnp.pad(x[:, :, :slots], pad, constant_values=fill)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-
-def _sources(
-    kept: Kept, starts: Int[Array, "B K"] | None, lengths: Int[Array, "B K"], spec: LayerSpec, length: int
-) -> Int[Array, "B C"]:
-    """For each slot of the layer, the row of the heads' rows laid one after another that it gets, or `EMPTY`."""
-    batch, kv_heads, widest = kept.held.shape
-    index = jnp.arange(widest)[None, None] if kept.tokens is None else kept.tokens
-    rows = jnp.where(kept.held, index + length * jnp.arange(kv_heads)[None, :, None], EMPTY)
-    if starts is None:
-        parts = [_prefix(rows[:, head : head + 1], slots, EMPTY) for head, slots in enumerate(spec.slots)]
-        return jnp.concatenate(parts, axis=1).astype(jnp.int32)
-    slot = jnp.arange(sum(spec.slots))[None]
-    owner = (slot[:, None] >= starts[:, :, None]).sum(1) - 1
-    offset = slot - jnp.take_along_axis(starts, owner, axis=1)
-    held = offset < jnp.take_along_axis(lengths, owner, axis=1)
-    place = owner * widest + jnp.minimum(offset, widest - 1)
-    return jnp.where(held, jnp.take_along_axis(rows.reshape(batch, -1), place, axis=1), EMPTY).astype(jnp.int32)
-
-
-def _shared_starts(lengths: Int[Array, "B K"], spec: LayerSpec) -> Int[Array, "B K"]:
-    """Segments as long as what each head holds, its room, and an equal part of what is left."""
-    spare = (sum(spec.kept) - lengths.sum(-1, keepdims=True)) // lengths.shape[1]
-    ends = jnp.cumsum(lengths + spec.room + jnp.maximum(spare, 0), axis=1)
-    return jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
 
 
 def _along_slots(x: Array, index: Int[Array, "B K C"]) -> Array:
@@ -425,15 +377,19 @@ def _write_token(
 ) -> LayerState:
     written = (positions != EMPTY)[:, None] & (slots >= 0) & (slots < capacities(state, spec))
     # An index past the end is dropped by the scatter; each head has one of its own, so that indices stay unique.
-    past_end = state.kv.shape[1] + jnp.arange(len(spec.slots))[None]
+    past_end = state.positions.shape[1] + jnp.arange(len(spec.slots))[None]
     target = jnp.where(written, slots + segment_starts(state, spec), past_end)
     batch = jnp.arange(target.shape[0])[:, None]
 
     def put(old: Array, new: Array) -> Array:
         return old.at[batch, target].set(new.astype(old.dtype), mode="drop", unique_indices=True)
 
+    if isinstance(state.kv, SplitRows):
+        kv = write_split(state.kv, spec.slots, jnp.where(written, slots, EMPTY), key, value)
+    else:
+        kv = put(state.kv, jnp.concatenate([key, value], axis=-1))
     return state._replace(
-        kv=put(state.kv, jnp.concatenate([key, value], axis=-1)),
+        kv=kv,
         positions=put(state.positions, jnp.broadcast_to(positions[:, None], target.shape)),
         lengths=jnp.where(written, jnp.maximum(state.lengths, slots + 1), state.lengths),
         scores=state.scores if state.scores is None or scores is None else put(state.scores, scores),

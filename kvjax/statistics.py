@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.state import Cache, segment_starts
@@ -50,7 +51,7 @@ def full_cache_bytes(cache: Cache, length: int) -> int:
     """Bytes of the keys and values of `length` tokens in every row: 2 B L n K D P."""
     model = cache.model
     rows = cache.next_position.shape[0] * model.num_layers * length * model.num_kv_heads
-    return 2 * rows * model.head_dim * cache.layers[0].kv.dtype.itemsize
+    return 2 * rows * model.head_dim * jnp.dtype(cache.specs[0].dtype).itemsize
 
 
 def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:

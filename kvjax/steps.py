@@ -1,6 +1,5 @@
 """The compiled steps: a prompt in, further tokens in, one token in."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from kvjax.implementation import Ran, check_implementation
 from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy
 from kvjax.prompts import Batch, batch_of, check_new_tokens, check_policy, token_rows, warn_if_long
-from kvjax.state import EMPTY, Attend, Cache, LayerSpec, LayerState
+from kvjax.state import EMPTY, Attend, Cache, LayerSpec, LayerState, for_platform
 from kvjax_kernels.dispatch import Implementation, record
 
 Logits = Literal["last", "all"]
@@ -78,7 +77,7 @@ def prefill_batch(
     specs = policy.layer_specs(
         model.spec, batch.tokens.shape[1], room, shortest=shortest, dtype=dtype_name(cache_dtype)
     )
-    specs = tuple(dataclasses.replace(spec, implementation=implementation) for spec in specs)
+    specs = for_platform(specs, implementation)
     leaves, structure = jax.tree.flatten(model)
     return _prefill(
         leaves,
@@ -136,7 +135,7 @@ def extend_batch(
     dtype = cache.specs[0].dtype
     shortest = bucket_start(int(total.min()))
     specs = cache.policy.layer_specs(model.spec, bucket(int(total.max())), room, shortest=shortest, dtype=dtype)
-    specs = tuple(dataclasses.replace(spec, implementation=cache.specs[0].implementation) for spec in specs)
+    specs = for_platform(specs, cache.specs[0].implementation)
     leaves, structure = jax.tree.flatten(model)
     return _extend(
         leaves, cache, batch.tokens, batch.lengths, structure=structure, specs=specs, room=room, logits=logits

@@ -19,6 +19,7 @@ import kvjax.prompts
 import kvjax.steps
 import kvjax_models
 from kvjax.rope import Rope
+from kvjax.state import whole_rows
 
 NEW = 8
 RNG = np.random.default_rng(5)
@@ -328,9 +329,9 @@ def test_prefill_and_decode_by_hand_are_generate(model, policy):
         np.testing.assert_array_equal(token, result.tokens[:, step])
         logits, cache = kvjax.decode(model, cache, token)
     assert kvjax.cache_bytes(cache) == kvjax.cache_bytes(result.cache)
-    for by_hand, looped in zip(cache.layers, result.cache.layers, strict=True):
+    for spec, by_hand, looped in zip(cache.specs, cache.layers, result.cache.layers, strict=True):
         np.testing.assert_array_equal(by_hand.positions, looped.positions)
-        np.testing.assert_allclose(by_hand.kv, looped.kv, atol=1e-5)
+        np.testing.assert_allclose(whole_rows(by_hand, spec), whole_rows(looped, spec), atol=1e-5)
 
 
 @pytest.fixture
@@ -361,7 +362,8 @@ def test_under_jit_writing_past_capacity_gives_nan(model, filled):
     logits, after = decode(model, filled, jnp.asarray([5, 6], jnp.int32))
     assert np.isfinite(logits[0]).all()
     assert np.isnan(logits[1]).all()
-    np.testing.assert_array_equal(filled.layers[0].kv[1], after.layers[0].kv[1])
+    rows, rows_after = (whole_rows(cache.layers[0], cache.specs[0]) for cache in (filled, after))
+    np.testing.assert_array_equal(rows[1], rows_after[1])
 
 
 def test_a_negative_token_leaves_its_row_as_it_is(model):
@@ -369,20 +371,19 @@ def test_a_negative_token_leaves_its_row_as_it_is(model):
     _, after = kvjax.decode(model, cache, [-1, 7], donate=False)
     assert after.next_position.tolist() == [3, 15]
     for before_layer, after_layer in zip(cache.layers, after.layers, strict=True):
-        for before_leaf, after_leaf in zip(before_layer[:3], after_layer[:3], strict=True):
-            np.testing.assert_array_equal(before_leaf[0], after_leaf[0])
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), before_layer, after_layer)
 
 
 def test_a_donated_cache_is_gone_and_one_that_is_not_stays(model):
     _, cache = kvjax.prefill(model, [SHORT, LONG], policy=kvjax.Full(), max_new_tokens=NEW)
     # A copy: a view would keep the buffer from being donated.
-    before = np.array(cache.layers[0].kv)
+    before = jax.tree.map(np.array, cache.layers[0])
     kept, _ = kvjax.decode(model, cache, [5, 6], donate=False)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
-    np.testing.assert_array_equal(np.array(cache.layers[0].kv), before)
+    jax.tree.map(np.testing.assert_array_equal, cache.layers[0], before)
     donated, after = kvjax.decode(model, cache, [5, 6])
     np.testing.assert_array_equal(kept, donated)
-    assert all(layer.kv.is_deleted() for layer in cache.layers)
+    assert all(leaf.is_deleted() for layer in cache.layers for leaf in jax.tree.leaves(layer.kv))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
 
 
@@ -435,9 +436,8 @@ def test_a_decoding_step_writes_into_the_cache_it_was_given(wide, name):
     policy = (POLICIES | UNEQUAL)[name](1024)
     logits, cache = kvjax.prefill(wide, np.arange(1024) % 64, policy=policy, max_new_tokens=NEW)
     size = kvjax.cache_bytes(cache)
-    # Beside the cache, room for one layer's rows: that is where NaN in empty slots would be cleared. Segments of
-    # different sizes are cut out of the rows first, which on CPU is a copy.
-    allowed = size if name == "duo_attention" else max(layer.kv.nbytes for layer in cache.layers)
+    # Beside the cache, room for one layer's rows: that is where NaN in empty slots would be cleared.
+    allowed = max(sum(leaf.nbytes for leaf in jax.tree.leaves(layer.kv)) for layer in cache.layers)
     leaves, structure = jax.tree.flatten(wide)
     token = jnp.zeros(1, jnp.int32)
     progress = kvjax.generation._Progress(
@@ -482,7 +482,7 @@ def test_a_streams_bytes_do_not_grow(model):
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16])
 def test_a_bfloat16_cache_takes_half_the_bytes(model, dtype):
     half = run(model, LONG, cache_dtype=dtype)
-    assert {layer.kv.dtype for layer in half.cache.layers} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for layer in half.cache.layers for leaf in jax.tree.leaves(layer.kv)} == {jnp.dtype("bfloat16")}
     # Rows are halved, positions are not.
     assert half.stats.cache_bytes == 2 * 2 * (24 * (32 * 2 + 4) + 4) + 4
     assert half.stats.full_cache_bytes * 2 == run(model, LONG).stats.full_cache_bytes

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.state import whole_rows
 
 BUDGET, SINKS, STEPS = 32, 4, 3
 LENGTHS = (200, 37)
@@ -88,10 +89,11 @@ def test_memory_is_really_saved_under_grouped_queries(tiny, name):
     cache = run_of(tiny, name).caches[0]
     model = tiny.spec
     assert (model.num_query_heads, model.num_kv_heads) == (8, 2)
-    for state in cache.layers:
+    for spec, state in zip(cache.specs, cache.layers, strict=True):
+        rows = whole_rows(state, spec)
         # Rows of eight query heads could not fit, nor could a prompt of 200.
-        assert state.kv.shape[1] <= model.num_kv_heads * (2 * BUDGET + STEPS)
-        assert state.kv.shape[2] == 2 * model.head_dim
+        assert rows.shape[1] <= model.num_kv_heads * (2 * BUDGET + STEPS)
+        assert rows.shape[2] == 2 * model.head_dim
     # 2 B L n K D P, of the longer row's tokens.
     full = 2 * 2 * 4 * (LENGTHS[0] + STEPS) * 2 * 16 * 4
     assert kvjax.cache_bytes(cache) < 0.3 * full

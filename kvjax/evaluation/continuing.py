@@ -3,7 +3,6 @@
 B batch, T tokens of this call, V vocabulary.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from kvjax.model import Model
 from kvjax.policies.base import Policy
 from kvjax.prompts import Batch
 from kvjax.rope import Rotation
-from kvjax.state import EMPTY, Cache, LayerSpec, LayerState
+from kvjax.state import EMPTY, Cache, LayerSpec, LayerState, for_platform
 from kvjax.steps import decode_step
 
 
@@ -40,7 +39,7 @@ def extended(model: Model, cache: Cache, batch: Batch) -> tuple[Float[Array, "B 
         shortest=bucket_start(int(total.min())),
         dtype=cache.specs[0].dtype,
     )
-    specs = tuple(dataclasses.replace(spec, implementation=cache.specs[0].implementation) for spec in specs)
+    specs = for_platform(specs, cache.specs[0].implementation)
     offset = np.arange(batch.tokens.shape[1])[None]
     place = np.asarray(cache.next_position)[:, None] + offset
     positions = jnp.asarray(np.where(offset < batch.lengths[:, None], place, EMPTY), jnp.int32)

@@ -20,11 +20,12 @@ from kvjax.allocation import bucket_start
 from kvjax.attention import Asked
 from kvjax.implementation import check_implementation
 from kvjax.model import Model, check_model
+from kvjax.packing import pack
 from kvjax.policies.base import Policy, prompt_rows
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.prompts import Batch, batch_of, check_new_tokens, check_policy, token_rows
 from kvjax.rope import Rotation
-from kvjax.state import EMPTY, Cache, LayerSpec, LayerState, Rows, pack
+from kvjax.state import EMPTY, Cache, LayerSpec, LayerState, Rows, for_platform
 from kvjax.steps import dtype_name
 from kvjax_kernels import prefill_attention
 from kvjax_kernels.dispatch import Implementation, implementation_of
@@ -151,7 +152,7 @@ def _wanted(
     policy.check_lengths(lengths)
     shortest = bucket_start(int(lengths.min()))
     specs = policy.layer_specs(model.spec, padded, room, shortest=shortest, dtype=dtype)
-    return _Wanted(policy, tuple(dataclasses.replace(spec, implementation=implementation) for spec in specs), [])
+    return _Wanted(policy, for_platform(specs, implementation), [])
 
 
 def _positions(batch: Batch, lengths: np.ndarray) -> Int[Array, "B T"]:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention import Asked
+from kvjax.packing import pack
 from kvjax.rope import Rotation, rotate_one
 from kvjax.state import (
     EMPTY,
@@ -22,7 +23,6 @@ from kvjax.state import (
     append_rows,
     by_head,
     capacities,
-    pack,
     read_before_write,
     write_token,
 )

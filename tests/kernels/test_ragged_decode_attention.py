@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax_kernels import ragged_decode_attention
+from kvjax_kernels import join_rows, ragged_decode_attention, split_rows, write_split
 
 # Nothing, one token, around a block of 128, and full.
 LENGTHS = np.asarray([[0, 1, 127], [128, 129, 256]], np.int32)
-EQUAL, UNEQUAL = (256, 256, 256), (3, 300, 129)
+EQUAL, UNEQUAL, MIXED = (256, 256, 256), (3, 300, 129), (300, 129, 300)
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
 
 attend = jax.jit(
@@ -48,6 +48,12 @@ def poisoned(kv: jax.Array, starts: np.ndarray, lengths: np.ndarray) -> jax.Arra
     slots = np.arange(kv.shape[1])
     held = ((slots >= starts[..., None]) & (slots < (starts + lengths)[..., None])).any(1)
     return jnp.where(jnp.asarray(held)[..., None], kv, jnp.nan).astype(kv.dtype)
+
+
+def whole(kv: jax.Array, segments: tuple[int, ...]) -> jax.Array:
+    """Rows of key and value, as they are."""
+    del segments
+    return kv
 
 
 def fixed_starts(segments: tuple[int, ...]) -> np.ndarray:
@@ -96,16 +102,17 @@ def assert_equal_to(result, reference, dtype="float32"):
 SINKS, OWN = ("sink_query",), ("own_key", "own_value")
 
 
-@pytest.mark.parametrize("segments", [EQUAL, UNEQUAL])
+@pytest.mark.parametrize("layout", [whole, split_rows])
+@pytest.mark.parametrize("segments", [EQUAL, UNEQUAL, MIXED])
 @pytest.mark.parametrize(
     ("head_dim", "group", "names"),
     [(16, 1, ()), (16, 1, SINKS + OWN), (32, 3, OWN), (64, 7, SINKS + OWN), (80, 4, SINKS), (128, 8, OWN)],
 )
-def test_every_head_and_row_has_a_length_of_its_own(head_dim, group, segments, names):
+def test_every_head_and_row_has_a_length_of_its_own(head_dim, group, segments, names, layout):
     given = some(arrays(head_dim, group, segments), *names)
     starts, lengths = fixed_starts(segments), np.minimum(LENGTHS, segments)
     wanted = expected(starts, lengths, **given)
-    given["kv"] = poisoned(given["kv"], starts, lengths)
+    given["kv"] = layout(poisoned(given["kv"], starts, lengths), segments)
     assert_equal_to(attend(lengths=lengths, segments=segments, token_attention=True, **given), wanted)
 
 
@@ -134,23 +141,72 @@ def test_the_reference_is_textbook_attention(names):
         assert_equal_to(started, wanted)
 
 
+@pytest.mark.parametrize("layout", [whole, split_rows])
 @pytest.mark.parametrize("segments", [EQUAL, UNEQUAL])
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (128, 8)])
-def test_bfloat16_stays_close_to_its_inputs_in_float64(head_dim, group, segments):
+def test_bfloat16_stays_close_to_its_inputs_in_float64(head_dim, group, segments, layout):
     given = some(arrays(head_dim, group, segments, "bfloat16"), *SINKS, *OWN)
     starts, lengths = fixed_starts(segments), np.minimum(LENGTHS, segments)
     wanted = expected(starts, lengths, **given)
-    given["kv"] = poisoned(given["kv"], starts, lengths)
+    given["kv"] = layout(poisoned(given["kv"], starts, lengths), segments)
     result = attend(lengths=lengths, segments=segments, token_attention=True, **given)
     assert {x.dtype for x in result} == {jnp.dtype("float32")}
     assert_equal_to(result, wanted, "bfloat16")
 
 
-def test_a_bfloat16_cache_takes_float32_queries():
+@pytest.mark.parametrize("layout", [whole, split_rows])
+def test_a_bfloat16_cache_takes_float32_queries(layout):
     given = some(arrays(64, 3, EQUAL), *OWN)
-    given["kv"] = given["kv"].astype(jnp.bfloat16)
-    result = attend(lengths=LENGTHS, segments=EQUAL, token_attention=True, **given)
-    assert_equal_to(result, expected(fixed_starts(EQUAL), LENGTHS, **given), "bfloat16")
+    rows = given.pop("kv").astype(jnp.bfloat16)
+    result = attend(kv=layout(rows, EQUAL), lengths=LENGTHS, segments=EQUAL, token_attention=True, **given)
+    assert_equal_to(result, expected(fixed_starts(EQUAL), LENGTHS, kv=rows, **given), "bfloat16")
+
+
+@pytest.mark.parametrize("segments", [EQUAL, UNEQUAL, MIXED])
+def test_split_rows_are_put_together_as_they_were(segments):
+    rows = arrays(16, 3, segments)["kv"]
+    apart = split_rows(rows, segments)
+    np.testing.assert_array_equal(join_rows(apart, segments), rows)
+    for head, (start, slots) in enumerate(zip(fixed_starts(segments)[0], segments, strict=True)):
+        group = list(dict.fromkeys(segments)).index(slots)
+        place = [h for h, size in enumerate(segments) if size == slots].index(head)
+        mine = np.asarray(rows[:, start : start + slots])
+        np.testing.assert_array_equal(apart.keys[group][:, place], mine[..., :16].swapaxes(1, 2))
+        np.testing.assert_array_equal(apart.values[group][:, place], mine[..., 16:])
+
+
+@pytest.mark.parametrize("segments", [EQUAL, UNEQUAL, MIXED])
+def test_a_token_is_written_where_it_belongs_and_nowhere_else(segments):
+    given = arrays(16, 3, segments)
+    slots = jnp.asarray([[2, -1, 128], [0, 5, segments[2]]], jnp.int32)
+    written = write_split(split_rows(given["kv"], segments), segments, slots, given["own_key"], given["own_value"])
+    wanted = np.array(given["kv"])
+    for row, head in ((0, 0), (0, 2), (1, 0), (1, 1)):
+        place = fixed_starts(segments)[0, head] + int(slots[row, head])
+        wanted[row, place] = np.concatenate([given["own_key"][row, head], given["own_value"][row, head]])
+    np.testing.assert_array_equal(join_rows(written, segments), wanted)
+
+
+def test_the_reference_reads_split_rows_and_the_kernels_do_not():
+    given = some(arrays(16, 3, MIXED), *SINKS, *OWN)
+    lengths = np.minimum(LENGTHS, MIXED)
+    wanted = expected(fixed_starts(MIXED), lengths, **given)
+    given["kv"] = split_rows(given["kv"], MIXED)
+    settings = {"lengths": jnp.asarray(lengths), "segments": MIXED, "token_attention": True}
+    assert_equal_to(ragged_decode_attention(implementation="reference", **settings, **given), wanted)
+    for kernel in ("tpu-interpret", "gpu-interpret"):
+        with pytest.raises(NotImplementedError, match="cannot do this: it reads rows of key and value"):
+            ragged_decode_attention(implementation=kernel, **settings, **given)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+def test_rows_that_are_split_by_other_segments_are_an_error():
+    given = some(arrays(16, 3, EQUAL))
+    given["kv"] = split_rows(given["kv"], EQUAL)
+    with pytest.raises(ValueError, match=r"`kv` must be split by `segments`, \(300, 129, 300\), got arrays of"):
+        ragged_decode_attention(lengths=LENGTHS, segments=MIXED, **given)
+    with pytest.raises(ValueError, match="`kv` that is split needs `segments`, got `starts`"):
+        ragged_decode_attention(lengths=LENGTHS, starts=jnp.zeros((2, 3), jnp.int32), **given)
 
 
 def test_scores_take_the_given_scale():

@@ -13,6 +13,7 @@ import kvjax
 from kvjax import Pyramid, PyramidKV
 from kvjax.allocation import count_table
 from kvjax.rope import Rope
+from kvjax.state import whole_rows
 
 
 def counts(pyramid: Pyramid, budget: int | float, length: int, layers: int, fewest: int) -> list[int]:
@@ -180,10 +181,10 @@ def test_every_layer_and_row_has_its_own_length(turns):
 
 def test_every_layer_has_its_own_shape(turns):
     tiny, first, _, _ = turns
-    slots = [state.kv.shape[1] for state in first.layers]
+    slots = [state.positions.shape[1] for state in first.layers]
     assert len(set(slots)) == 4
     for state, spec, layer in zip(first.layers, first.specs, lengths(first), strict=True):
-        assert state.kv.shape == (2, sum(spec.slots), 2 * tiny.spec.head_dim)
+        assert whole_rows(state, spec).shape == (2, sum(spec.slots), 2 * tiny.spec.head_dim)
         assert min(spec.slots) >= max(layer) + 3
 
 

@@ -5,6 +5,9 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 from kvjax_kernels.dispatch import choose
+from kvjax_kernels.split_rows import SplitRows, join_rows
+
+_APART = "it reads rows of key and value, and these are split (see `split_rows`)"
 
 
 class DecodeAttention(NamedTuple):
@@ -26,7 +29,7 @@ class DecodeAttention(NamedTuple):
 
 def ragged_decode_attention(
     query: Float[Array, "B N D"],
-    kv: Float[Array, "B S twoD"],
+    kv: Float[Array, "B S twoD"] | SplitRows,
     lengths: Int[Array, "B K"],
     *,
     segments: tuple[int, ...] | None = None,
@@ -43,7 +46,8 @@ def ragged_decode_attention(
 
     Args:
         query: rotated queries; N is a multiple of K, consecutive heads share a KV head.
-        kv: cached rows, key then value; the KV heads' segments lie one after another along S.
+        kv: cached rows, key then value; the KV heads' segments lie one after another along S. Or the same taken apart
+            by `split_rows`, which only "xla" and "reference" read.
         lengths: tokens held by each head; slots past it may hold anything, NaN included.
         segments: slots of each KV head, where all rows have the same; their sum is S.
         starts: first slot of each KV head, where every row has its own. One of `segments` and `starts`.
@@ -62,11 +66,13 @@ def ragged_decode_attention(
     """
     batch, query_heads, head_dim = query.shape
     kv_heads = lengths.shape[1]
-    if kv.shape[-1] != 2 * head_dim:
-        raise ValueError(f"`kv` rows must hold key and value, 2 * {head_dim} wide, got {kv.shape[-1]}.")
     if (segments is None) == (starts is None):
         raise ValueError("one of `segments` and `starts` must be given, got both or neither.")
-    if segments is not None and sum(segments) != kv.shape[1]:
+    if isinstance(kv, SplitRows):
+        _check_split(kv, segments, head_dim)
+    elif kv.shape[-1] != 2 * head_dim:
+        raise ValueError(f"`kv` rows must hold key and value, 2 * {head_dim} wide, got {kv.shape[-1]}.")
+    elif segments is not None and sum(segments) != kv.shape[1]:
         raise ValueError(f"`segments` must add up to the {kv.shape[1]} slots of `kv`, got {segments}.")
     if (segments is not None and len(segments) != kv_heads) or lengths.shape[0] != batch:
         heads = kv_heads if segments is None else len(segments)
@@ -82,11 +88,15 @@ def ragged_decode_attention(
     factor = float(head_dim) ** -0.5 if scale is None else scale
 
     def no_tpu() -> str | None:
+        if isinstance(kv, SplitRows):
+            return _APART
         from kvjax_kernels.ragged_decode_attention import tpu
 
         return tpu.obstacle(query, kv, lengths, segments=segments, sinks=sinks)
 
     def no_gpu() -> str | None:
+        if isinstance(kv, SplitRows):
+            return _APART
         from kvjax_kernels.ragged_decode_attention import gpu
 
         interpret = implementation == "gpu-interpret"
@@ -94,6 +104,24 @@ def ragged_decode_attention(
 
     choice = choose("ragged_decode_attention", implementation, {"tpu": no_tpu, "gpu": no_gpu})
     # Imported here, so that a backend's module is loaded only where it is used.
+    if isinstance(kv, SplitRows):
+        assert segments is not None
+        if choice.backend == "xla":
+            from kvjax_kernels.ragged_decode_attention.xla_split import ragged_decode_attention as run_split
+
+            return run_split(
+                query,
+                kv,
+                lengths,
+                segments=segments,
+                own_key=own_key,
+                own_value=own_value,
+                scale=factor,
+                sink_query=sink_query,
+                sinks=sinks,
+                token_attention=token_attention,
+            )
+        kv = join_rows(kv, segments)
     if choice.backend in ("xla", "reference"):
         if choice.backend == "xla":
             from kvjax_kernels.ragged_decode_attention.xla import ragged_decode_attention as run
@@ -141,6 +169,16 @@ def ragged_decode_attention(
         own_value=own_value,
         scale=factor,
     )
+
+
+def _check_split(rows: SplitRows, segments: tuple[int, ...] | None, head_dim: int) -> None:
+    if segments is None:
+        raise ValueError("`kv` that is split needs `segments`, got `starts`.")
+    sizes = list(dict.fromkeys(segments))
+    shapes = [(*key.shape[1:], *value.shape[1:]) for key, value in zip(rows.keys, rows.values, strict=True)]
+    expected = [(n := segments.count(size), head_dim, size, n, size, head_dim) for size in sizes]
+    if shapes != expected:
+        raise ValueError(f"`kv` must be split by `segments`, {segments}, got arrays of {shapes}.")
 
 
 def head_starts(segments: tuple[int, ...]) -> tuple[int, ...]:
