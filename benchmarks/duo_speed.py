@@ -12,28 +12,14 @@ import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from step_times import random_cache
 
 import kvjax
 import kvjax_models
-from kvjax.attention import Asked
-from kvjax.policies.base import prompt_rows
 from kvjax.shipped_patterns import shipped_pattern
 
 LENGTHS, SPARSITIES, ROOM = (4096, 7680), (0.25, 0.5, 0.75), 128
-
-
-def cache_of(model: kvjax.ModelSpec, policy: kvjax.Policy, length: int) -> kvjax.Cache:
-    """A cache of random tokens."""
-    rng = np.random.default_rng(0)
-    positions = jnp.arange(length, dtype=jnp.int32)[None]
-    key, value = (jnp.asarray(rng.standard_normal((1, length, model.num_kv_heads, 64)), jnp.float32) for _ in range(2))
-    query = jnp.zeros((1, length, model.num_query_heads, 64), jnp.float32)
-    specs = policy.layer_specs(model, length, ROOM, shortest=length)
-    asked = Asked(query, query, positions, None, model.rope)
-    states = tuple(policy.keep(spec, prompt_rows(key, value, positions), asked) for spec in specs)
-    return kvjax.Cache(states, jnp.asarray([length], jnp.int32), policy=policy, specs=specs, room=ROOM)
 
 
 def main() -> None:
@@ -47,7 +33,7 @@ def main() -> None:
     policies |= {f"sparsity {s}": kvjax.DuoAttention(pattern=pattern, sparsity=s) for s in SPARSITIES}
     print("| tokens | policy | time of a step | bytes | of full |\n|---|---|---|---|---|")
     for length in LENGTHS:
-        caches = {name: cache_of(params.spec, policy, length) for name, policy in policies.items()}
+        caches = {name: random_cache(params.spec, policy, length, room=ROOM) for name, policy in policies.items()}
         sizes = {name: kvjax.cache_bytes(cache) for name, cache in caches.items()}
         seconds: dict[str, list[float]] = {name: [] for name in caches}
         for round_ in range(args.rounds + 2):

@@ -8,7 +8,6 @@ median call of `kvjax.decode`.
 import statistics
 import sys
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +15,12 @@ import numpy as np
 from comparison_work import KEPT
 from kvpress_settings import with_kvpress_settings
 from needle import NEW_TOKENS, answers_of, prompts_of
+from step_times import loop_seconds
 from streaming import plain_text
 from worker_loop import peak_bytes, serve
 
 import kvjax
 import kvjax_models
-from kvjax.generation import _decode_loop, _Progress
-from kvjax.sampling import row_keys
 from kvjax.statistics import kept_tokens
 
 POLICIES = {
@@ -80,10 +78,11 @@ class Worker:
     def measure_decode(self) -> dict[str, float]:
         """A step's time, from the same cache in every round."""
         assert self._prefilled is not None
+        logits, cache = self._prefilled
         return {
-            "value": self._loop_seconds() / self._steps,
+            "value": loop_seconds(self._params, logits, cache, steps=self._steps) / self._steps,
             "call_seconds": self._call_seconds(),
-            "kept": kept_tokens(self._prefilled[1]),
+            "kept": kept_tokens(cache),
         }
 
     def release(self) -> None:
@@ -121,22 +120,6 @@ class Worker:
     def _prefill(self) -> tuple[jax.Array, kvjax.Cache]:
         logits, cache = kvjax.prefill(self._params, self._prompts, policy=self._policy, max_new_tokens=self._steps)
         return jax.block_until_ready((logits, cache))
-
-    def _loop_seconds(self) -> float:
-        assert self._prefilled is not None
-        # The loop takes what it is given.
-        logits, cache = jax.block_until_ready(jax.tree.map(jnp.copy, self._prefilled))
-        rows = len(logits)
-        progress = _Progress(
-            cache, logits, jnp.zeros((rows, self._steps), jnp.int32), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
-        )
-        leaves, structure = jax.tree.flatten(self._params)
-        settings: dict[str, Any] = {"stops": jnp.zeros(0, jnp.int32), "sampling": None, "structure": structure}
-        keys = row_keys(0, rows)
-        started = time.perf_counter()
-        progress, _ = _decode_loop(leaves, progress, keys=keys, steps=self._steps, **settings)
-        progress.tokens.block_until_ready()
-        return time.perf_counter() - started
 
     def _call_seconds(self) -> float:
         assert self._prefilled is not None
