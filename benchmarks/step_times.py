@@ -13,6 +13,7 @@ from kvjax.generation import _decode_loop, _Progress
 from kvjax.model import Model
 from kvjax.policies.base import prompt_rows
 from kvjax.sampling import row_keys
+from kvjax.state import for_platform
 
 
 def random_cache(model: kvjax.ModelSpec, policy: kvjax.Policy, length: int, *, room: int) -> kvjax.Cache:
@@ -23,7 +24,7 @@ def random_cache(model: kvjax.ModelSpec, policy: kvjax.Policy, length: int, *, r
     key, value = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
     query = jnp.zeros((1, length, model.num_query_heads, model.head_dim), jnp.float32)
     sums = jnp.zeros((1, model.num_query_heads, length), jnp.float32) if policy.needs_log_sum_exp else None
-    specs = policy.layer_specs(model, length, room, shortest=length)
+    specs = for_platform(policy.layer_specs(model, length, room, shortest=length), None)
     asked, rows = Asked(query, query, positions, sums, model.rope), prompt_rows(key, value, positions)
     # Layers that the policy treats alike keep alike; each has arrays of its own.
     kept = {one: policy.keep(one, rows, asked) for one in map(policy.representative, specs)}
