@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-# Tiles of 256 by 512 keep the scores and keys of a group in a core's cache.
+# Tiles of 256 by 256 keep the scores and keys of a group in a core's cache.
 _QUERY_BLOCK = 256
-_KEY_BLOCK = 512
+_KEY_BLOCK = 256
 
 
 def block_sizes(queries: int, keys: int) -> tuple[int, int]:
