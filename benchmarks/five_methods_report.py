@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from five_methods_settings import FULL, LENGTHS, METHODS, PROMPT, SETTINGS, Method, Setting, contender_name
-from five_methods_steps import Timed, one_of, overheads
+from five_methods_steps import Timed, full_of, one_of, overheads, ratio
 
 from kvjax.evaluation import Contender, Estimate, Summary
 from kvjax.evaluation.experiment import Mode
@@ -28,6 +28,8 @@ LOOKS = {
     "PyramidKV": ("#CC79A7", "D"),
     "DuoAttention": ("#E69F00", "v"),
 }
+
+_BESIDE = "(methods of the equal budget are drawn side by side)"
 
 
 def tables(summary: Summary, steps: Sequence[Timed]) -> str:
@@ -141,8 +143,7 @@ def found_against_bytes(summary: Summary) -> "Figure":
         _shares(axes, "x")
         axes.set_ylim(-0.04, 1.04)
         axes.yaxis.set_major_formatter(_percent())
-    for axes in panels[2:]:
-        axes.set_xlabel("bytes of the cache, of the full cache's (equal budgets: side by side)")
+    figure.supxlabel(f"bytes of the cache, of the full cache's {_BESIDE}", fontsize=10)
     for axes in panels[::2]:
         axes.set_ylabel("needles found")
     figure.suptitle(f"Needles found against memory: SmolLM2-135M-Instruct, {PROMPT:,} tokens", fontsize=13)
@@ -157,22 +158,25 @@ def step_against_retention(steps: Sequence[Timed]) -> "Figure":
     marks: dict[str, Any] = {}
     for axes, length in zip(figure.subplots(1, len(LENGTHS), sharey=True), LENGTHS, strict=True):
         axes.set_title(f"{length:,} tokens", fontsize=11)
-        bases = []
+        full: dict[float, float] = {}
         for index, (method, setting) in enumerate(_pairs()):
             name = contender_name(method.name, setting)
-            timed, over = one_of(steps, name, length), overheads(steps, name, length)
+            timed, over = one_of(steps, name, length), ratio(steps, name, FULL.name, length)
             if timed is None or over is None:
                 continue
-            same, full = over
-            bases.append((timed.slots / length, full / same))
             place = timed.kept / length * _aside(index, setting)
-            mark = _mark(axes, place, Estimate(full, full, full, 1), method.name, setting)
+            mark = _mark(axes, place, Estimate(over, over, over, 1), method.name, setting)
             marks[f"{method.name}, {setting}: {_kept_shares(steps, name)}"] = mark
-        if bases:
-            (marks["Full, with as many slots"],) = axes.plot(*zip(*sorted(bases), strict=True), "--", color="0.45")
+            same = ratio(steps, full_of(timed.slots), FULL.name, length)
+            if same is not None:
+                full[timed.slots / length] = same
+        if full:
+            (marks["Full, with as many slots"],) = axes.plot(
+                *zip(*sorted(full.items()), strict=True), "--", color="0.45"
+            )
         _shares(axes, "x")
-        axes.set_xlabel("tokens kept in a KV head, of all (equal budgets: side by side)")
         axes.axhline(1.0, color="black", linewidth=0.8)
+    figure.supxlabel(f"tokens kept in a KV head, of all {_BESIDE}", fontsize=10)
     figure.axes[0].set_ylabel("a step's time, of the full cache's")
     figure.suptitle("A decoding step against retention: SmolLM2-135M-Instruct", fontsize=13)
     figure.legend(marks.values(), marks.keys(), loc="outside right upper", title="method, setting: tokens kept")
