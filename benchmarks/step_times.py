@@ -16,20 +16,20 @@ from kvjax.sampling import row_keys
 from kvjax.state import for_platform
 
 
-def random_cache(model: kvjax.ModelSpec, policy: kvjax.Policy, length: int, *, room: int) -> kvjax.Cache:
-    """What a policy keeps of `length` random tokens, with room for an answer; speed does not depend on them."""
+def random_cache(model: kvjax.ModelSpec, policy: kvjax.Policy, length: int, *, room: int, rows: int = 1) -> kvjax.Cache:
+    """What a policy keeps of `length` random tokens a row, with room for an answer; speed does not depend on them."""
     rng = np.random.default_rng(0)
-    positions = jnp.arange(length, dtype=jnp.int32)[None]
-    shape = (1, length, model.num_kv_heads, model.head_dim)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+    shape = (rows, length, model.num_kv_heads, model.head_dim)
     key, value = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
-    query = jnp.zeros((1, length, model.num_query_heads, model.head_dim), jnp.float32)
-    sums = jnp.zeros((1, model.num_query_heads, length), jnp.float32) if policy.needs_log_sum_exp else None
+    query = jnp.zeros((rows, length, model.num_query_heads, model.head_dim), jnp.float32)
+    sums = jnp.zeros((rows, model.num_query_heads, length), jnp.float32) if policy.needs_log_sum_exp else None
     specs = for_platform(policy.layer_specs(model, length, room, shortest=length), None)
-    asked, rows = Asked(query, query, positions, sums, model.rope), prompt_rows(key, value, positions)
+    asked, tokens = Asked(query, query, positions, sums, model.rope), prompt_rows(key, value, positions)
     # Layers that the policy treats alike keep alike; each has arrays of its own.
-    kept = {one: policy.keep(one, rows, asked) for one in map(policy.representative, specs)}
+    kept = {one: policy.keep(one, tokens, asked) for one in map(policy.representative, specs)}
     states = tuple(jax.tree.map(jnp.copy, kept[policy.representative(spec)]) for spec in specs)
-    return kvjax.Cache(states, jnp.asarray([length], jnp.int32), policy=policy, specs=specs, room=room)
+    return kvjax.Cache(states, jnp.full(rows, length, jnp.int32), policy=policy, specs=specs, room=room)
 
 
 def loop_seconds(params: Model, logits: jax.Array, cache: kvjax.Cache, *, steps: int) -> float:
