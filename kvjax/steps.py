@@ -239,6 +239,14 @@ def _run(
     return hidden, tuple(states[layer] for layer in layers)
 
 
+def _chosen_first(attended: tuple[jax.Array, LayerState]) -> tuple[jax.Array, LayerState]:
+    """A layer's output and state, both there before the next layer begins.
+
+    Else a compiler may leave all choices to the end, and hold every layer's uncompressed rows until then.
+    """
+    return jax.lax.optimization_barrier(attended)
+
+
 def _scores(model: Model, hidden: jax.Array, lengths: jax.Array, logits: Logits) -> jax.Array:
     if logits == "all":
         batch, length, size = hidden.shape
@@ -264,7 +272,7 @@ def _prefill(
     positions = jnp.where(offset < lengths[:, None], offset, EMPTY)
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, LayerState]:
-        return policy.prefill(specs[layer], query, key, value, positions, model.spec.rope)
+        return _chosen_first(policy.prefill(specs[layer], query, key, value, positions, model.spec.rope))
 
     with record() as ran:
         hidden, layers = _run(model, tokens, attend)
@@ -289,7 +297,7 @@ def _extend(
     positions = jnp.where(offset < lengths[:, None], cache.next_position[:, None] + offset, EMPTY)
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, LayerState]:
-        return cache.policy.extend(
+        attended = cache.policy.extend(
             specs[layer],
             cache.layers[layer],
             query,
@@ -299,6 +307,7 @@ def _extend(
             model.spec.rope,
             held_spec=cache.specs[layer],
         )
+        return _chosen_first(attended)
 
     with record() as ran:
         hidden, layers = _run(model, tokens, attend)

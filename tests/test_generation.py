@@ -19,7 +19,7 @@ import kvjax.prompts
 import kvjax.steps
 import kvjax_models
 from kvjax.rope import Rope
-from kvjax.state import whole_rows
+from kvjax.state import for_platform, whole_rows
 
 NEW = 8
 RNG = np.random.default_rng(5)
@@ -452,6 +452,28 @@ def test_a_decoding_step_writes_into_the_cache_it_was_given(wide, name):
         memory: Any = lowered.compile().memory_analysis()
         assert memory.alias_size_in_bytes >= size, step
         assert memory.temp_size_in_bytes < 1.1 * allowed, f"{step}: {memory.temp_size_in_bytes}, not {allowed}"
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *UNEQUAL])
+def test_a_prefill_takes_no_more_room_with_more_layers(tiny, name):
+    """Broken by: every layer's rows held until all choices are made at the end; buffers made at the start."""
+    policy = (POLICIES | UNEQUAL)[name](16)
+    tokens = np.zeros((1, 1024), np.int32)
+    room = []
+    for layers in (2, 4):
+        llama = cut(tiny, num_hidden_layers=layers)
+        if name == "duo_attention":
+            policy = kvjax.DuoAttention(pattern=kvjax.HeadPattern.of(PATTERN.scores[:layers]), sinks=4, recent=12)
+        specs = for_platform(policy.layer_specs(llama.spec, 1024, NEW, shortest=1024), None)
+        leaves, structure = jax.tree.flatten(llama)
+        settings = {"structure": structure, "policy": policy, "specs": specs, "room": NEW, "logits": "last"}
+        lowered = kvjax.steps._prefill.lower(leaves, tokens, np.full(1, 1024, np.int32), **settings)
+        memory: Any = lowered.compile().memory_analysis()
+        room.append(memory.temp_size_in_bytes)
+    queries = 1024 * tiny.spec.num_query_heads * tiny.spec.head_dim * 4
+    assert room[1] - room[0] < queries / 2, (
+        f"{room}: each further layer takes as much as its queries, {queries}, or more"
+    )
 
 
 def test_statistics_are_those_by_hand(model):

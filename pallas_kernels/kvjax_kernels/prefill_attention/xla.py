@@ -99,9 +99,8 @@ def _blockwise(
     key, value = (pad_to(x, 2, key_block, fill=0) for x in (key, value))
     matrix = (batch, kv_heads, group * query_block)
 
-    def one_block(arguments: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        block, rows = arguments
-        rows = rows.reshape(*matrix, head_dim)
+    def one_block(block: jax.Array, buffers: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows = buffers[0][block].reshape(*matrix, head_dim)
 
         def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
             output, largest, total = carry
@@ -135,10 +134,17 @@ def _blockwise(
         nothing = largest <= MASKED / 2
         output = jnp.where(nothing[..., None], 0.0, output / jnp.where(nothing, 1.0, total)[..., None])
         log_sum_exp = jnp.where(nothing, MASKED, largest + jnp.log(jnp.where(nothing, 1.0, total)))
-        return output.astype(query.dtype), log_sum_exp
+        outputs, sums = buffers
+        shape = outputs.shape[1:]
+        return (
+            outputs.at[block].set(output.astype(query.dtype).reshape(shape)),
+            sums.at[block].set(log_sum_exp.reshape(shape[:-1])),
+        )
 
-    output, log_sum_exp = jax.lax.map(one_block, (jnp.arange(blocks), scaled))
-    output = output.reshape(blocks, batch, kv_heads, group, query_block, head_dim)
+    # A block's output takes the place of its queries. Not `lax.map`: XLA's CPU compiler makes the buffers that it
+    # fills for all layers of a model at the program's start.
+    buffers = scaled, scaled[..., 0].astype(jnp.float32)
+    output, log_sum_exp = jax.lax.fori_loop(0, blocks, one_block, buffers)
     output = output.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, query_heads, head_dim)
     log_sum_exp = log_sum_exp.reshape(blocks, batch, query_heads, query_block)
     log_sum_exp = log_sum_exp.transpose(1, 2, 0, 3).reshape(batch, query_heads, -1)
