@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from five_methods_settings import FULL, LENGTHS, METHODS, PROMPT, SETTINGS, Method, Setting, contender_name
+from five_methods_settings import FULL, LENGTHS, METHODS, PROMPT, SETTINGS, Method, Setting, contender_name, contenders
 from five_methods_steps import Timed, full_of, one_of, overheads, ratio
 
 from kvjax.evaluation import Contender, Estimate, Summary
@@ -47,7 +47,7 @@ def _measured(summary: Summary, steps: list[Timed]) -> Iterator[str]:
     lengths = [f"{length:,}" for length in LENGTHS]
     yield from _head(
         [
-            *("method", "as", "retention", *(heading for _, _, heading in ASKED)),
+            *("method", "as", "retention", *(heading for _, _, heading in asked(summary))),
             *(f"step over Full, equal slots, {length}" for length in lengths),
             *(f"step over Full, all slots, {length}" for length in lengths),
             "bytes over Full's",
@@ -65,12 +65,12 @@ def _measured(summary: Summary, steps: list[Timed]) -> Iterator[str]:
                     _share(bytes_share(summary, contender)),
                 ]
             )
-        yield _row([method.name, "claimed", *_claims(method)])
+        yield _row([method.name, "claimed", *_claims(method, questions=len(asked(summary)))])
 
 
-def _claims(method: Method) -> list[str]:
+def _claims(method: Method, *, questions: int) -> list[str]:
     said, blanks = method.claims, [""] * (len(LENGTHS) - 1)
-    found_cells = [said.found, *[""] * (len(ASKED) - 1)]
+    found_cells = [said.found, *[""] * questions][:questions]
     return [said.retention, *found_cells, said.overhead, *blanks, said.step, *blanks, said.memory]
 
 
@@ -78,7 +78,7 @@ def _needle_cells(summary: Summary, contender: Contender) -> list[str]:
     kept = retention(summary, contender)
     return [
         "" if kept is None else f"{kept:.1%}",
-        *(_found(found(summary, contender, task, mode)) for task, mode, _ in ASKED),
+        *(_found(found(summary, contender, task, mode)) for task, mode, _ in asked(summary)),
     ]
 
 
@@ -102,8 +102,19 @@ def bytes_share(summary: Summary, contender: Contender) -> float | None:
 
 
 def found(summary: Summary, contender: Contender, task: str, mode: Mode) -> Estimate | None:
-    """The share of needles found."""
-    return summary.score(contender, mode=mode, task=task)
+    """The share of needles found; None until all examples are there, which go from the first depth to the last."""
+    experiment = summary.experiment
+    estimate = summary.score(contender, mode=mode, task=task)
+    whole = len(experiment.depths) * experiment.samples
+    return estimate if estimate is not None and estimate.examples == whole else None
+
+
+def asked(summary: Summary) -> tuple[tuple[str, Mode, str], ...]:
+    """The questions that any method has answered whole."""
+    everyone = contenders(PROMPT)
+    return tuple(
+        (task, mode, heading) for task, mode, heading in ASKED if any(found(summary, c, task, mode) for c in everyone)
+    )
 
 
 def _found(estimate: Estimate | None) -> str:
@@ -126,10 +137,12 @@ def _row(cells: Sequence[str]) -> str:
 
 def found_against_bytes(summary: Summary) -> "Figure":
     """Draws the share of needles found over the share of the full cache's bytes, a panel a question."""
-    figure = _figure(figsize=(12.5, 7.6))
-    panels = figure.subplots(2, 2, sharex=True, sharey=True).ravel()
+    questions = asked(summary)
+    rows = max((len(questions) + 1) // 2, 1)
+    figure = _figure(figsize=(12.5, 3.5 * rows + 0.8))
+    panels = figure.subplots(rows, 2, sharex=True, sharey=True).ravel()
     marks: dict[str, Any] = {}
-    for axes, (task, mode, heading) in zip(panels, ASKED, strict=True):
+    for axes, (task, mode, heading) in zip(panels, questions, strict=False):
         axes.set_title(heading, fontsize=11)
         for index, (method, setting) in enumerate(_pairs()):
             contender = method.contender(setting, PROMPT)

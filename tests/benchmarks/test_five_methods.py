@@ -13,8 +13,8 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "five_methods.py"
 SNAPKV, FULL = "SnapKV, equal", "Full"
 
 
-def answer(policy: str, budget: int | None, *, sample: int, score: float, kept: float, size: int) -> dict:
-    case = {"mode": "aware", "task": "needle", "length": 2000, "depth": 0.5, "sample": sample}
+def answer(policy: str, budget: int | None, *, depth: float, score: float, kept: float, size: int) -> dict:
+    case = {"mode": "aware", "task": "needle", "length": 2000, "depth": depth, "sample": 0}
     sizes = {"prompt_tokens": 2000, "kept_tokens": kept, "cache_bytes": size}
     return {"policy": policy, "budget": budget, **case, "score": score, "answer": "", "expected": ["1"], **sizes}
 
@@ -31,7 +31,7 @@ def report(folder: pathlib.Path, *, answers: Sequence[dict] = (), steps: Sequenc
     needles.mkdir()
     (needles / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in answers))
     (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-    command = [sys.executable, str(SCRIPT), "--only", "report", "--out", str(folder)]
+    command = [sys.executable, str(SCRIPT), "--only", "report", "--samples", "1", "--out", str(folder)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     rows = [[line.strip("|").split("|") for line in part.splitlines()] for part in printed.split("\n\n")]
     return [[[cell.strip() for cell in row] for row in table if row[0] != "---"] for table in rows]
@@ -44,8 +44,9 @@ def row_of(table: list[list[str]], *, name: str, setting: str) -> dict[str, str]
 
 @pytest.fixture
 def answers() -> list[dict]:
-    lines = [answer(SNAPKV, 256, sample=s, score=float(s < 3), kept=250, size=30) for s in range(4)]
-    return lines + [answer(FULL, None, sample=s, score=1.0, kept=2000, size=120) for s in range(4)]
+    depths = (0.0, 0.25, 0.5, 0.75, 1.0)
+    lines = [answer(SNAPKV, 256, depth=d, score=float(d < 0.9), kept=250, size=30) for d in depths]
+    return lines + [answer(FULL, None, depth=d, score=1.0, kept=2000, size=120) for d in depths]
 
 
 def test_every_method_stands_in_both_settings_beside_its_claims(tmp_path):
@@ -55,16 +56,23 @@ def test_every_method_stands_in_both_settings_beside_its_claims(tmp_path):
     settings = ["paper", "equal", "claimed"]
     wanted = [["Full", ""], *([name, setting] for name, setting in itertools.product(names, settings))]
     assert [row[:2] for row in measured[1:]] == wanted
-    assert row_of(measured, name="SnapKV", setting="claimed")["needle, question first"] == "85 to 95 %"
+    assert row_of(measured, name="H2O", setting="claimed")["step over Full, equal slots, 2,000"] == "high"
 
 
 def test_what_was_kept_found_and_held_is_counted(tmp_path, answers):
     row = row_of(report(tmp_path, answers=answers)[1], name="SnapKV", setting="equal")
     assert row["retention"] == "12.5%"
-    # Wilson's interval of 3 of 4.
-    assert row["needle, question first"] == "75 % (30 to 95)"
+    # Wilson's interval of 4 of 5.
+    assert row["needle, question first"] == "80 % (38 to 96)"
     assert row["bytes over Full's"] == "0.25"
-    assert row["needle, question later"] == ""
+    assert "needle, question later" not in row
+
+
+def test_shares_of_some_depths_are_not_shown(tmp_path, answers):
+    missing = [line for line in answers if line["policy"] != SNAPKV or line["depth"] < 1.0]
+    measured = report(tmp_path, answers=missing)[1]
+    assert row_of(measured, name="SnapKV", setting="equal")["needle, question first"] == ""
+    assert row_of(measured, name="SnapKV", setting="claimed")["needle, question first"] == "85 to 95 %"
 
 
 def test_steps_are_compared_within_their_round(tmp_path):
