@@ -6,6 +6,7 @@ tile of scores; the time is that of the blocks that some query of the row can se
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,20 @@ from jaxtyping import Array, Float, Int
 
 from kvjax_kernels.blocks import block_sizes, pad_to
 from kvjax_kernels.masking import MASKED
+
+
+class _KeyBlocks(NamedTuple):
+    """The key blocks that a block of queries looks at.
+
+    Attributes:
+        first: the first one.
+        masked: the first of those that need the mask; all before are seen whole.
+        end: the one after the last.
+    """
+
+    first: jax.Array
+    masked: jax.Array
+    end: jax.Array
 
 
 # Jitted, as the other operations in plain JAX: what all layers of a model call is traced once.
@@ -27,10 +42,12 @@ def prefill_attention(
     """See `api.prefill_attention`. Blocks outside the triangle, or the window's band, are not computed."""
     query_block, key_block = block_sizes(query.shape[1], key.shape[1])
 
-    def key_blocks(block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        last = ((block + 1) * query_block - 1) // key_block
-        first = jnp.zeros_like(last) if window is None else jnp.maximum(block * query_block - window, 0) // key_block
-        return first, last + 1
+    def key_blocks(block: jax.Array) -> _KeyBlocks:
+        end = ((block + 1) * query_block - 1) // key_block + 1
+        if window is None:
+            return _KeyBlocks(jnp.zeros_like(end), block * query_block // key_block, end)
+        first = jnp.maximum(block * query_block - window, 0) // key_block
+        return _KeyBlocks(first, first, end)
 
     def seen(rows: jax.Array, columns: jax.Array) -> jax.Array:
         distance = rows[:, None] - columns[None, :]
@@ -70,8 +87,9 @@ def extend_attention(
             inside &= distance <= window
         return inside[:, :, None]
 
-    def key_blocks(block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros_like(block), jnp.full_like(block, key_positions.shape[2] // key_block)
+    def key_blocks(block: jax.Array) -> _KeyBlocks:
+        first = jnp.zeros_like(block)
+        return _KeyBlocks(first, first, jnp.full_like(block, key_positions.shape[2] // key_block))
 
     return _blockwise(query, key, value, mask, key_blocks)
 
@@ -81,11 +99,11 @@ def _blockwise(
     key: Float[Array, "B K S D"],
     value: Float[Array, "B K S D"],
     mask: Callable[[jax.Array, jax.Array], jax.Array],
-    key_blocks: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    key_blocks: Callable[[jax.Array], _KeyBlocks],
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Attention where `mask(query block, first key)` gives [B|1, K|1, 1, queries, keys] of what is seen.
 
-    `key_blocks(query block)` gives the first key block to look at, and the one after the last.
+    `key_blocks(query block)` gives the key blocks to look at.
     """
     batch, length, query_heads, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -102,14 +120,14 @@ def _blockwise(
     def one_block(block: jax.Array, buffers: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows = buffers[0][block].reshape(*matrix, head_dim)
 
-        def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
+        def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], *, masked: bool):
             output, largest, total = carry
             start = index * key_block
             keys, values = (jax.lax.dynamic_slice_in_dim(x, start, key_block, axis=2) for x in (key, value))
             scores = jnp.einsum("bkqd,bksd->bkqs", rows, keys, preferred_element_type=jnp.float32)
-            seen = mask(block, start)
-            scores = scores.reshape(batch, kv_heads, group, query_block, key_block)
-            scores = jnp.where(seen, scores, MASKED).reshape(*matrix, key_block)
+            if masked:
+                scores = scores.reshape(batch, kv_heads, group, query_block, key_block)
+                scores = jnp.where(mask(block, start), scores, MASKED).reshape(*matrix, key_block)
             new_largest = jnp.maximum(largest, scores.max(-1))
             # A row that has seen nothing yet has exp(MASKED - MASKED) = 1: its rubbish is scaled away by
             # `correction` = 0 at the first key it sees, and cleared below if there is none.
@@ -124,13 +142,16 @@ def _blockwise(
                 total * correction + weights.sum(-1),
             )
 
-        first, end = key_blocks(block)
+        bounds = key_blocks(block)
         start = (
             jnp.zeros((*matrix, head_dim), jnp.float32),
             jnp.full(matrix, MASKED, jnp.float32),
             jnp.zeros(matrix, jnp.float32),
         )
-        output, largest, total = jax.lax.fori_loop(first, end, step, start)
+        carry = jax.lax.fori_loop(bounds.first, bounds.masked, functools.partial(step, masked=False), start)
+        output, largest, total = jax.lax.fori_loop(
+            bounds.masked, bounds.end, functools.partial(step, masked=True), carry
+        )
         nothing = largest <= MASKED / 2
         output = jnp.where(nothing[..., None], 0.0, output / jnp.where(nothing, 1.0, total)[..., None])
         log_sum_exp = jnp.where(nothing, MASKED, largest + jnp.log(jnp.where(nothing, 1.0, total)))
