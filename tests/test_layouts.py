@@ -17,7 +17,6 @@ POLICIES = {
     "streaming_llm": kvjax.StreamingLLM(budget=16),
     "h2o": kvjax.H2O(budget=16),
     "pyramidkv": kvjax.PyramidKV(budget=24, window=4),
-    "tova": kvjax.TOVA(budget=16),
     "ada_kv": kvjax.AdaKV(budget=24, window=4),
     "duo_attention": kvjax.DuoAttention(pattern=PATTERN, sinks=4, recent=12),
 }
