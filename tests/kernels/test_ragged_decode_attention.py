@@ -204,9 +204,9 @@ def test_rows_that_are_split_by_other_segments_are_an_error():
     given = some(arrays(16, 3, EQUAL))
     given["kv"] = split_rows(given["kv"], EQUAL)
     with pytest.raises(ValueError, match=r"`kv` must be split by `segments`, \(300, 129, 300\), got arrays of"):
-        ragged_decode_attention(lengths=LENGTHS, segments=MIXED, **given)
+        ragged_decode_attention(lengths=jnp.asarray(LENGTHS), segments=MIXED, **given)
     with pytest.raises(ValueError, match="`kv` that is split needs `segments`, got `starts`"):
-        ragged_decode_attention(lengths=LENGTHS, starts=jnp.zeros((2, 3), jnp.int32), **given)
+        ragged_decode_attention(lengths=jnp.asarray(LENGTHS), starts=jnp.zeros((2, 3), jnp.int32), **given)
 
 
 def test_scores_take_the_given_scale():
