@@ -6,7 +6,7 @@ from kvjax_kernels.pooled_selection.api import pooled_attention, pooled_selectio
 from kvjax_kernels.pooled_selection.xla import mark_highest
 from kvjax_kernels.prefill_attention.api import extend_attention, prefill_attention
 from kvjax_kernels.ragged_decode_attention.api import DecodeAttention, ragged_decode_attention
-from kvjax_kernels.split_rows import SplitRows, head_groups, join_rows, split_rows, write_split
+from kvjax_kernels.split_rows import SplitRows, join_rows, split_rows, write_split
 
 __all__ = [
     "DecodeAttention",
@@ -15,7 +15,6 @@ __all__ = [
     "compact",
     "compact_in_place",
     "extend_attention",
-    "head_groups",
     "join_rows",
     "mark_highest",
     "pooled_attention",

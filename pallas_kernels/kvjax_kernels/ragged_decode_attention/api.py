@@ -1,6 +1,6 @@
 """`ragged_decode_attention`: checks arguments and chooses an implementation."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
@@ -103,43 +103,28 @@ def ragged_decode_attention(
         return gpu.obstacle(query, kv, lengths, segments=segments, sinks=sinks, interpret=interpret)
 
     choice = choose("ragged_decode_attention", implementation, {"tpu": no_tpu, "gpu": no_gpu})
+    asking: dict[str, Any] = {
+        "own_key": own_key,
+        "own_value": own_value,
+        "scale": factor,
+        "sink_query": sink_query,
+        "sinks": sinks,
+        "token_attention": token_attention,
+    }
     # Imported here, so that a backend's module is loaded only where it is used.
     if isinstance(kv, SplitRows):
         assert segments is not None
         if choice.backend == "xla":
             from kvjax_kernels.ragged_decode_attention.xla_split import ragged_decode_attention as run_split
 
-            return run_split(
-                query,
-                kv,
-                lengths,
-                segments=segments,
-                own_key=own_key,
-                own_value=own_value,
-                scale=factor,
-                sink_query=sink_query,
-                sinks=sinks,
-                token_attention=token_attention,
-            )
+            return run_split(query, kv, lengths, segments=segments, **asking)
         kv = join_rows(kv, segments)
     if choice.backend in ("xla", "reference"):
         if choice.backend == "xla":
             from kvjax_kernels.ragged_decode_attention.xla import ragged_decode_attention as run
         else:
             from kvjax_kernels.ragged_decode_attention.reference import ragged_decode_attention as run
-        return run(
-            query,
-            kv,
-            lengths,
-            segments=segments,
-            starts=starts,
-            own_key=own_key,
-            own_value=own_value,
-            scale=factor,
-            sink_query=sink_query,
-            sinks=sinks,
-            token_attention=token_attention,
-        )
+        return run(query, kv, lengths, segments=segments, starts=starts, **asking)
     if choice.backend == "tpu":
         from kvjax_kernels.ragged_decode_attention.tpu import attend_parts
     else:
