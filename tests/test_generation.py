@@ -60,7 +60,7 @@ def cut(llama: kvjax_models.Llama, **changes) -> kvjax_models.Llama:
 
 @pytest.fixture
 def policy(request):
-    return POLICIES[request.param](10)
+    return (POLICIES | UNEQUAL)[request.param](10)
 
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, indirect=True)
@@ -395,7 +395,7 @@ def compilations() -> tuple[int, ...]:
     return tuple(step._cache_size() for step in steps)
 
 
-@each_policy
+@pytest.mark.parametrize("policy", [*POLICIES, "pyramidkv"], indirect=True)
 def test_nothing_is_compiled_again_for_other_values_of_the_same_shape(model, policy):
     # A setting is switched on by another value than 0 or None; its value is an array like any other.
     run(model, [SHORT, LONG], policy=policy, temperature=1.0, top_p=0.9)
