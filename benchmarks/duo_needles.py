@@ -147,6 +147,8 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("duo.jsonl"))
     parser.add_argument("--plot", type=pathlib.Path)
     args = parser.parse_args()
+    if args.keys < TOGETHER or args.keys % TOGETHER:
+        parser.error(f"--keys must be a multiple of {TOGETHER}, got {args.keys}.")
     reader = kvjax_models.load(kvjax_models.embedded_model(), "bfloat16")
     decoder = kvjax_models.load(kvjax_models.embedded_model())
     assert reader.tokenizer is not None

@@ -24,6 +24,8 @@ def main() -> None:
     parser.add_argument("--kept", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
+    if args.kept >= LENGTHS[0] or args.rounds < 1:
+        parser.error(f"--kept must be below {LENGTHS[0]} and --rounds 1 or more, got {args.kept} and {args.rounds}.")
     params = kvjax_models.load(kvjax_models.embedded_model()).params
     policies = {
         policy.__name__: policy(budget=args.kept)

@@ -126,12 +126,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--table", action="store_true", help="measure nothing")
     args = parser.parse_args()
+    chosen = [work for work in WORK if any(fnmatch.fnmatchcase(work.name, pattern) for pattern in args.work)]
+    if not chosen:
+        parser.error(f"--work must name a piece of work, got {' '.join(args.work)}.")
     if not args.table:
         comparison = Comparison(args.out, args.rounds, args.who)
         try:
-            for work in WORK:
-                if any(fnmatch.fnmatchcase(work.name, pattern) for pattern in args.work):
-                    comparison.run(work)
+            for work in chosen:
+                comparison.run(work)
         finally:
             comparison.close()
     print(tables(read(args.out)))

@@ -230,6 +230,8 @@ def main() -> None:
     parser.add_argument("--prefill", action="store_true", help="a prefill instead of a decoding step")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=POLICIES)
     args = parser.parse_args()
+    if min(args.tokens, args.rows, args.rounds) < 1:
+        parser.error(f"--tokens, --rows and --rounds must be 1 or more, got {args.tokens}, {args.rows}, {args.rounds}.")
     params = kvjax_models.load(kvjax_models.embedded_model()).params
     as_large = jnp.ones(sum(weights_of(params)), jnp.float32)
     read = Part(timed(jax.jit(jnp.sum), as_large), as_large.nbytes)
