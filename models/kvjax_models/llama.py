@@ -1,6 +1,7 @@
 """Llama in Flax NNX: embeddings, layers and logits; attention is whatever the caller hands in."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,9 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from kvjax.state import Attend, ModelSpec
 from kvjax_models.config import LlamaConfig
+
+#: Tokens of a row that go through an MLP at once: enough that its products are bound by arithmetic on any chip.
+_STRETCH = 1024
 
 
 def _weights(shape: tuple[int, ...], dtype: DTypeLike, *, scale: float, rngs: nnx.Rngs | None) -> nnx.Param:
@@ -48,6 +52,28 @@ class RMSNorm(nnx.Module):
         return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
+def _in_stretches(
+    block: Callable[[Float[Array, "B _T H"]], Float[Array, "B _T H"]], x: Float[Array, "B T H"]
+) -> Float[Array, "B T H"]:
+    """`block(x)`, for a long prompt one stretch of tokens after the other, each in its input's place.
+
+    What is held in between then does not grow with the prompt: an MLP's is several times as wide as `x`.
+    """
+    tokens = x.shape[1]
+    if tokens <= _STRETCH:
+        return block(x)
+    whole = tokens // _STRETCH
+
+    def one(index: jax.Array, x: jax.Array) -> jax.Array:
+        start = index * _STRETCH
+        part = jax.lax.dynamic_slice_in_dim(x, start, _STRETCH, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(x, block(part), start, axis=1)
+
+    x = jax.lax.fori_loop(0, whole, one, x)
+    rest = whole * _STRETCH
+    return x if rest == tokens else x.at[:, rest:].set(block(x[:, rest:]))
+
+
 class DecoderLayer(nnx.Module):
     """One pre-norm block: attention, then the SwiGLU MLP."""
 
@@ -76,7 +102,9 @@ class DecoderLayer(nnx.Module):
         projected = jax.lax.optimization_barrier((self.q_proj(h), self.k_proj(h), self.v_proj(h)))
         query, key, value = (x.reshape(*h.shape[:2], -1, self.head_dim) for x in projected)
         attended = attend(layer, query, key, value)
-        x = x + self.o_proj(attended.reshape(*h.shape[:2], -1))
+        return _in_stretches(self._mlp, x + self.o_proj(attended.reshape(*h.shape[:2], -1)))
+
+    def _mlp(self, x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
         h = self.post_attention_norm(x)
         return x + self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
 
