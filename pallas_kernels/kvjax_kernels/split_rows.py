@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 
 class SplitRows(NamedTuple):
@@ -58,14 +58,20 @@ def write_split(
     """One token a row in the given slots of each head's segment; negative slots are not written."""
     keys, values = [], []
     for heads, old_key, old_value in zip(head_groups(segments), rows.keys, rows.values, strict=True):
-        place = slots[:, jnp.asarray(heads)]
+        place = of_heads(slots, heads)
         # An index past the end is dropped.
         place = jnp.where(place < 0, old_key.shape[3], place)
         batch, head = jnp.arange(place.shape[0])[:, None], jnp.arange(len(heads))[None]
-        new_key, new_value = (x[:, jnp.asarray(heads)].astype(old_key.dtype) for x in (key, value))
+        new_key, new_value = (of_heads(x, heads).astype(old_key.dtype) for x in (key, value))
         keys.append(old_key.at[batch, head, :, place].set(new_key, mode="drop", unique_indices=True))
         values.append(old_value.at[batch, head, place].set(new_value, mode="drop", unique_indices=True))
     return SplitRows(tuple(keys), tuple(values))
+
+
+def of_heads(array: Shaped[Array, "B K ..."], heads: tuple[int, ...]) -> Shaped[Array, "B _H ..."]:
+    """The part of some KV heads, ascending; for neighbours a slice, which a compiler sees through."""
+    first, behind = heads[0], heads[-1] + 1
+    return array[:, first:behind] if len(heads) == behind - first else array[:, jnp.asarray(heads)]
 
 
 def in_head_order(arrays: Sequence[Array], groups: list[tuple[int, ...]]) -> list[Array]:

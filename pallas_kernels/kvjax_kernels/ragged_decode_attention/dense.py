@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax_kernels.masking import MASKED
+from kvjax_kernels.split_rows import of_heads
 
 
 class Asking(NamedTuple):
@@ -47,7 +48,7 @@ class Asking(NamedTuple):
 
     def of_heads(self, heads: tuple[int, ...]) -> "Asking":
         """What asks some of the KV heads."""
-        return self if heads == tuple(range(self.query.shape[1])) else self.mapped(lambda x: x[:, jnp.asarray(heads)])
+        return self.mapped(lambda x: of_heads(x, heads))
 
     def mapped(self, change: Callable[[Array], Array]) -> "Asking":
         """All that there is, changed."""
@@ -97,18 +98,22 @@ def attend(
         scores = jax.lax.dynamic_update_slice(scores, to_sinks, (0, 0, 0, 0))
     scores = jnp.where(valid, scores * scale, MASKED)
     largest = scores.max(axis=-1)
-    own_score = jnp.full_like(largest, MASKED)
+    own_score = None
     if own_key is not None:
         own_score = (query.astype(jnp.float32) * own_key.astype(jnp.float32)).sum(-1) * scale
         largest = jnp.maximum(largest, own_score)
-    weights = jnp.where(valid, jnp.exp(scores - largest[..., None]), 0.0)
-    own_weight = jnp.where(own_score > MASKED, jnp.exp(own_score - largest), 0.0)
-    sees_nothing = ~valid.any(-1) & (own_score == MASKED)
-    total = jnp.where(sees_nothing, 1.0, weights.sum(-1) + own_weight)
-    probabilities, own_probability = weights / total[..., None], own_weight / total
+    # Far below any real score, exp(MASKED - largest) is 0; where nothing is seen at all, it would be 1.
+    sees_nothing = largest == MASKED
+    weights = jnp.exp(scores - jnp.where(sees_nothing, 0.0, largest)[..., None])
+    total = weights.sum(-1)
+    own_weight = jnp.zeros_like(total)
+    if own_score is not None:
+        own_weight = jnp.exp(own_score - largest)
+        total = total + own_weight
+    total = jnp.where(sees_nothing, 1.0, total)
 
     def weighted(rows: jax.Array) -> jax.Array:
-        return product("bkms,bksd->bkmd", probabilities, rows)[..., -head_dim:]
+        return product("bkms,bksd->bkmd", weights, rows)[..., -head_dim:]
 
     # An empty slot may hold NaN, and 0 * NaN is NaN. Clearing the empty slots first copies the cache, so it is
     # done only when the plain product shows that it has to be.
@@ -116,12 +121,14 @@ def attend(
     output = jax.lax.cond(
         jnp.isfinite(output).all(),
         lambda: output,
-        lambda: weighted(jnp.where(valid.any(2)[..., None], values, jnp.zeros((), values.dtype))),
+        lambda: weighted(jnp.where((scores != MASKED).any(2)[..., None], values, jnp.zeros((), values.dtype))),
     )
     if own_value is not None:
-        output = output + own_probability[..., None] * own_value.astype(jnp.float32)
+        output = output + own_weight[..., None] * own_value.astype(jnp.float32)
+    # Divided at last, where there is less to divide.
+    output = output / total[..., None]
     log_sum_exp = jnp.where(sees_nothing, MASKED, largest + jnp.log(total))
-    return Attended(output, log_sum_exp, probabilities, own_probability)
+    return Attended(output, log_sum_exp, weights / total[..., None], own_weight / total)
 
 
 def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from kvjax_kernels.ragged_decode_attention import xla_blocks
 from kvjax_kernels.ragged_decode_attention.api import DecodeAttention, head_starts
 from kvjax_kernels.ragged_decode_attention.dense import Asking, Attended, attend, product
 from kvjax_kernels.ragged_decode_attention.parts import combine
+from kvjax_kernels.split_rows import of_heads
 
 
 @functools.partial(jax.jit, static_argnames=("segments", "scale", "sinks", "token_attention"))
@@ -63,7 +64,7 @@ def ragged_decode_attention(
         assert segments is not None
         pieces = []
         for heads, rows in _by_segment(kv, segments):
-            valid = jnp.arange(rows.shape[2])[None, None] < lengths[:, jnp.asarray(heads), None]
+            valid = jnp.arange(rows.shape[2])[None, None] < of_heads(lengths, heads)[:, :, None]
             pieces.append(_attend(asking.of_heads(heads), rows, valid[:, :, None], scale=scale, sinks=sinks))
     output = jnp.concatenate([piece.output for piece in pieces], axis=1).reshape(batch, query_heads, head_dim)
     log_sum_exp = jnp.concatenate([piece.log_sum_exp for piece in pieces], axis=1).reshape(batch, query_heads)
