@@ -47,7 +47,8 @@ class Worker:
 
     def text(self, tokens: int, rows: int) -> list[list[int]]:
         """Stretches of a long English text."""
-        ids = self._tokenizer.encode(plain_text(), add_special_tokens=False)
+        # No more of it than is needed, since its memory would count: a token has fewer than eight characters here.
+        ids = self._tokenizer.encode(plain_text()[: 8 * tokens * rows], add_special_tokens=False)
         return [ids[row * tokens : (row + 1) * tokens] for row in range(rows)]
 
     def needles(self, tokens: int) -> tuple[list[list[int]], list[str]]:
