@@ -1,24 +1,26 @@
 """Does a stream run past the trained context? SmolLM2 reads 20,000 tokens through a cache of 4 + 252 slots.
 
-    uv run python benchmarks/streaming.py [--tokens 20000] [--plot benchmarks/streaming.png]
+    uv run python benchmarks/streaming.py [--tokens 20000] [--rounds 9] [--plot benchmarks/streaming.png]
 
 Text: the topics of Python's own documentation. Perplexity by stretches of 2,000 tokens, for the sinks' window, the
-same window without sinks, and the full cache up to the trained length; then the time of a decoding step early and
-late in the stream, and the bytes of the cache.
+same window without sinks, and the sinks' window with absolute positions; the bytes of the cache; then the time of a
+decoding step behind 1,000 to 50,000 tokens, all in turn.
 """
 
 import argparse
 import pathlib
 import statistics
-import time
 
 import jax
 import numpy as np
+from step_times import loop_seconds
 
 import kvjax
 import kvjax_models
 
 STRETCH, CHUNK = 2000, 250
+#: Tokens of a stream behind which steps are timed, and steps of a round.
+SEEN, STEPS = (1_000, 8_000, 25_000, 50_000), 32
 
 
 def plain_text() -> str:
@@ -44,33 +46,39 @@ def losses(params: kvjax_models.Llama, tokens: np.ndarray, policy: kvjax.Policy)
     return np.concatenate(found), sizes
 
 
-def step_seconds(params: kvjax_models.Llama, tokens: np.ndarray, policy: kvjax.Policy, stretch: int) -> list[float]:
-    """The median time of a decoding step in each of four stretches of a stream."""
-    _, cache = kvjax.prefill(params, tokens[:300], policy=policy, max_new_tokens=1)
-    logits, cache = kvjax.decode(params, cache, tokens[300:301])
-    medians = []
-    for part in range(4):
-        times = []
-        for index in range(stretch):
-            start = time.perf_counter()
-            logits, cache = kvjax.decode(params, cache, tokens[None, 301 + part * stretch + index])
-            logits.block_until_ready()
-            times.append(time.perf_counter() - start)
-        medians.append(statistics.median(times))
-    return medians
+def step_ratios(params: kvjax_models.Llama, tokens: np.ndarray, policy: kvjax.Policy, rounds: int) -> dict[int, float]:
+    """The median time of a decoding step behind more and more tokens of a stream, over that behind the first few."""
+    reached, cache = {}, None
+    for start in range(0, SEEN[-1], CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        if cache is None:
+            logits, cache = kvjax.prefill(params, chunk, policy=policy, max_new_tokens=STEPS)
+        else:
+            logits, cache = kvjax.extend(params, cache, chunk)
+        if start + CHUNK in SEEN:
+            reached[start + CHUNK] = logits, cache
+    times = {seen: [] for seen in reached}
+    for round_ in range(rounds + 1):
+        for seen, (logits, cache) in reached.items():
+            seconds = loop_seconds(params, logits, cache, steps=STEPS)
+            if round_:  # The first compiles.
+                times[seen].append(seconds)
+    medians = {seen: statistics.median(seconds) for seen, seconds in times.items()}
+    return {seen: median / medians[SEEN[0]] for seen, median in medians.items()}
 
 
 def main() -> None:
     """Prints the tables, and draws them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--steps", type=int, default=400, help="decoding steps timed in each of four stretches")
+    parser.add_argument("--rounds", type=int, default=9, help="of timed steps")
     parser.add_argument("--plot", type=pathlib.Path)
     args = parser.parse_args()
     loaded = kvjax_models.load(kvjax_models.embedded_model())
     params, tokenizer = loaded.params, loaded.tokenizer
     assert tokenizer is not None
-    tokens = np.asarray(tokenizer.encode(plain_text())[: args.tokens + 1])
+    every = np.asarray(tokenizer.encode(plain_text()))
+    tokens = every[: args.tokens + 1]
     trained = params.spec.max_positions
     runs = {
         "4 sinks + 252": (kvjax.StreamingLLM(budget=256, prefill_mask="streaming"), tokens),
@@ -93,10 +101,9 @@ def main() -> None:
     name = "4 sinks + 252"
     kinds = sorted(sizes[name])
     print(f"\nCache of {name}: {' and '.join(f'{size:,}' for size in kinds)} bytes throughout.")
-    medians = step_seconds(params, tokens, runs[name][0], args.steps)
-    print(
-        f"Decoding step over the first stretch of {args.steps}: {', '.join(f'{m / medians[0]:.2f}' for m in medians)}"
-    )
+    ratios = step_ratios(params, every, runs[name][0], args.rounds)
+    print(f"A decoding step behind {SEEN[0]:,} tokens takes 1; behind", end=" ")
+    print(", ".join(f"{seen:,} {ratio:.2f}" for seen, ratio in list(ratios.items())[1:]))
     if args.plot:
         draw(args.plot, curves, trained)
 
