@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocation import bucket, bucket_start
+from kvjax.compiling import run_compiled
 from kvjax.implementation import Ran, check_implementation
 from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy
@@ -79,7 +80,8 @@ def prefill_batch(
     )
     specs = for_platform(specs, implementation)
     leaves, structure = jax.tree.flatten(model)
-    return _prefill(
+    return run_compiled(
+        _prefill,
         leaves,
         batch.tokens,
         batch.lengths,

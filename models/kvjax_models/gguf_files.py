@@ -115,12 +115,15 @@ def dequantized(raw: Shaped[np.ndarray, "*rows bytes"], kind: str) -> Float[np.n
     if kind in plain:
         return raw.view(plain[kind])
     with extra("gguf", purpose="Reading GGUF"):
-        from gguf import quants
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
     # Many rows at once, which `quants.dequantize` does not: it takes sixteen, and twice as long. Not all: what lies
     # between bytes and values is several times as large as they are.
     lines = raw.reshape(-1, raw.shape[-1])
-    dequantize, many = getattr(quants, kind).dequantize_rows, max(1, _DEQUANTIZED_BYTES // raw.shape[-1])
-    values = np.concatenate([dequantize(lines[start : start + many]) for start in range(0, len(lines), many)])
+    many = max(1, _DEQUANTIZED_BYTES // raw.shape[-1])
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    values = np.empty((len(lines), raw.shape[-1] // block_bytes * block), np.float32)
+    for start in range(0, len(lines), many):
+        values[start : start + many] = getattr(quants, kind).dequantize_rows(lines[start : start + many])
     return values.reshape(*raw.shape[:-1], -1)
 
 
