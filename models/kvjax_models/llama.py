@@ -57,12 +57,13 @@ def _in_stretches(
 ) -> Float[Array, "B T H"]:
     """`block(x)`, for a long prompt one stretch of tokens after the other, each in its input's place.
 
-    What is held in between then does not grow with the prompt: an MLP's is several times as wide as `x`.
+    What is held in between then does not grow with the prompt: an MLP's is several times as wide as `x`. Nor does it
+    where a gradient is taken, for which a stretch is computed again.
     """
     tokens = x.shape[1]
     if tokens <= _STRETCH:
         return block(x)
-    whole = tokens // _STRETCH
+    block, whole = jax.checkpoint(block), tokens // _STRETCH
 
     def one(index: jax.Array, x: jax.Array) -> jax.Array:
         start = index * _STRETCH
