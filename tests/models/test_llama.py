@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import kvjax_models
@@ -23,13 +24,29 @@ def test_a_long_prompt_gives_what_its_parts_give(tiny):
     np.testing.assert_allclose(whole, jnp.concatenate(parts, axis=1), rtol=1e-5, atol=1e-5)
 
 
-def test_a_long_prompts_mlp_holds_a_stretch_of_it(tiny):
+@pytest.fixture
+def wide(tiny):
+    """A model whose MLPs are sixteen times as wide as its hidden states."""
     config = dataclasses.replace(tiny.config, intermediate_size=16 * tiny.config.hidden_size)
-    model = kvjax_models.Llama(config, rngs=nnx.Rngs(0))
-    tokens = jax.ShapeDtypeStruct((1, 8 * 1024), jnp.int32)
-    stats = jax.jit(lambda tokens: model(tokens, each_alone)).lower(tokens).compile().memory_analysis()
+    return kvjax_models.Llama(config, rngs=nnx.Rngs(0))
+
+
+def temporary_bytes(function, *arrays):
+    stats = jax.jit(function).lower(*arrays).compile().memory_analysis()
     assert stats is not None
-    assert stats.temp_size_in_bytes < 4 * tokens.size * config.intermediate_size
+    return stats.temp_size_in_bytes
+
+
+def test_a_long_prompts_mlp_holds_a_stretch_of_it(wide):
+    tokens = jax.ShapeDtypeStruct((1, 8 * 1024), jnp.int32)
+    held = temporary_bytes(lambda tokens: wide(tokens, each_alone), tokens)
+    assert held < 4 * tokens.size * wide.config.intermediate_size
+
+
+def test_its_gradient_holds_no_more(wide):
+    x = jax.ShapeDtypeStruct((1, 8 * 1024, wide.config.hidden_size), jnp.float32)
+    held = temporary_bytes(jax.grad(lambda x: (wide.layers[0](0, x, each_alone) ** 2).sum()), x)
+    assert held < 4 * x.shape[1] * wide.config.intermediate_size
 
 
 def test_a_long_prompt_has_the_gradient_of_its_parts(tiny):
