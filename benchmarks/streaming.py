@@ -74,6 +74,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of timed steps")
     parser.add_argument("--plot", type=pathlib.Path)
     args = parser.parse_args()
+    if min(args.tokens, args.rounds) < 1:
+        parser.error(f"--tokens and --rounds must be 1 or more, got {args.tokens} and {args.rounds}.")
     loaded = kvjax_models.load(kvjax_models.embedded_model())
     params, tokenizer = loaded.params, loaded.tokenizer
     assert tokenizer is not None
