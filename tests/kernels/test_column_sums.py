@@ -1,5 +1,6 @@
 """The attention that each token gets in all, tile by tile, against the whole matrix in float64."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -8,19 +9,23 @@ import numpy as np
 import pytest
 
 from kvjax_kernels import column_sums, extend_attention
+from kvjax_kernels.blocks import Tile
+from kvjax_kernels.column_sums import xla
 
 sums = jax.jit(column_sums, static_argnames="implementation")
 attend = jax.jit(extend_attention)
 
 
-def case(lengths, width, slots, *, head_dim=16, group=3, dtype="float32", start=0) -> tuple[jax.Array, ...]:
+def case(
+    lengths, width, slots, *, head_dim=16, group=3, kv_heads=2, dtype="float32", start: int | np.ndarray = 0
+) -> tuple[jax.Array, ...]:
     """Queries at `start` onwards, pads behind `lengths`, over keys at any positions, a fifth of them empty."""
     rng = np.random.default_rng(width + slots)
-    query = rng.normal(size=(2, width, 2 * group, head_dim))
-    key = rng.normal(size=(2, 2, slots, head_dim))
+    query = rng.normal(size=(2, width, kv_heads * group, head_dim))
+    key = rng.normal(size=(2, kv_heads, slots, head_dim))
     offset = np.arange(width)[None]
     query_positions = np.where(offset < np.asarray(lengths)[:, None], start + offset, -1).astype(np.int32)
-    key_positions = np.tile(np.arange(slots, dtype=np.int32), (2, 2, 1))
+    key_positions = np.tile(np.arange(slots, dtype=np.int32), (2, kv_heads, 1))
     key_positions[rng.random(key_positions.shape) < 0.2] = -1
     query, key = jnp.asarray(query, dtype), jnp.asarray(key, dtype)
     positions = jnp.asarray(query_positions), jnp.asarray(key_positions)
@@ -50,7 +55,7 @@ def assert_equal_to(actual, wanted, limit=1e-4):
     assert largest < limit, f"the largest difference is {largest:.1e}"
 
 
-# Tiles are 256 queries by 512 keys. In the last cases the last tiles of queries hold pads only.
+# Tiles are 256 by 256, or one of up to 470. In the last cases the last tiles of queries hold pads only.
 @pytest.mark.parametrize(
     ("lengths", "width", "slots"),
     [([1, 1], 1, 1), ([40, 7], 48, 48), ([257, 100], 257, 257), ([700, 513], 700, 700), ([500, 3], 768, 768)],
@@ -69,6 +74,22 @@ def test_query_heads_are_summed_over_their_kv_head(head_dim, group):
 def test_later_queries_count_for_all_that_is_cached():
     arguments = case([300, 20], 300, 700, start=400)
     assert_equal_to(sums(*arguments), expected(*arguments))
+
+
+# Of six heads in two rows: one, two (of one row, then of both), those of a row, all; sides that differ, and do not
+# divide the tokens. The last block of row 1 holds pads only.
+@pytest.mark.parametrize("tile", [Tile(1, 32, 64), Tile(2, 64, 32), Tile(3, 64, 64), Tile(6, 150, 32)], ids=str)
+@pytest.mark.parametrize("ascending", [True, False])
+def test_any_tile_gives_the_same_sums(tile, ascending, monkeypatch):
+    monkeypatch.setattr(xla, "choose_tile", lambda *_: tile)
+    # Rows at other places, so that one row's bounds are wrong for the other.
+    start = np.asarray([[10], [60]] if ascending else [[60], [10]])
+    query, kv, log_sum_exp, query_positions, key_positions = case([150, 90], 150, 200, kv_heads=3, start=start)
+    if not ascending:
+        order = np.random.default_rng(0).permutation(150)
+        query, query_positions, log_sum_exp = query[:, order], query_positions[:, order], log_sum_exp[:, :, order]
+    arguments = query, kv, log_sum_exp, query_positions, key_positions
+    assert_equal_to(inspect.unwrap(xla.column_sums)(*arguments), expected(*arguments))
 
 
 def test_the_sums_add_up_to_the_queries():

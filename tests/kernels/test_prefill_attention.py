@@ -1,6 +1,8 @@
 """Attention of prompts and of further tokens, block by block, against softmax in float64."""
 
 import functools
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +12,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from kvjax_kernels import extend_attention, prefill_attention
-from kvjax_kernels.prefill_attention import tpu
+from kvjax_kernels.blocks import Tile
+from kvjax_kernels.prefill_attention import tpu, xla
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
 
@@ -65,8 +68,8 @@ def assert_equal_to(result, reference, dtype="float32"):
         assert largest <= LIMITS[dtype], f"{name}: the largest difference is {largest:.1e}"
 
 
-# Blocks are 256 queries by 512 keys: one token, around one block of each, several, and no multiple.
-@pytest.mark.parametrize("length", [1, 255, 256, 257, 513, 700])
+# Tiles are 256 by 256, or one of up to 470: one token, around one tile, several, and no multiple.
+@pytest.mark.parametrize("length", [1, 255, 257, 470, 471, 513, 700])
 def test_a_prompt_of_any_length_sees_itself(length):
     arrays = prompt(length)
     assert_equal_to(prefill(*arrays), causal(*arrays))
@@ -123,32 +126,71 @@ def test_blocks_that_no_query_can_see_are_not_read():
     query, key, value = prompt(1100)
     # A weight of 0 times NaN would be NaN.
     output, _ = prefill(query, key, value.at[:, :512].set(jnp.nan), window=100)
-    # Queries from 768 on, a block's start, see keys from 668 on: the first block of 512 keys is left out.
+    # Queries from 768 on, a block's start, see keys from 668 on: the first two blocks of 256 keys are left out.
     assert np.isfinite(output[:, 768:]).all()
     assert np.isnan(output[:, 600]).all()
     output, _ = prefill(query, key, value.at[:, 1024:].set(jnp.nan))
     assert np.isfinite(output[:, :1024]).all()
 
 
+def further_tokens(queries: int, slots: int, kv_heads: int = 2) -> Sequence[Any]:
+    """Queries of two rows, keys and values; positions of both; NaN where a slot is empty."""
+    rng = np.random.default_rng(queries)
+    query = rng.normal(size=(2, queries, 3 * kv_heads, 16)).astype(np.float32)
+    key, value = (rng.normal(size=(2, kv_heads, slots, 16)).astype(np.float32) for _ in range(2))
+    # In any order, other ones for each head; a fifth of the slots are empty, and some queries are pads.
+    key_positions = rng.permuted(np.tile(np.arange(slots, dtype=np.int32), (2, kv_heads, 1)), axis=-1) * 2
+    key_positions[rng.random(key_positions.shape) < 0.2] = -1
+    query_positions = rng.integers(-1, 2 * slots, (2, queries), dtype=np.int32)
+    query_positions[0, -1] = -1
+    empty = (key_positions < 0)[..., None]
+    key, value = (np.where(empty, np.nan, x).astype(np.float32) for x in (key, value))
+    return query, key, value, query_positions, key_positions
+
+
 @pytest.mark.parametrize("window", [None, 0, 50])
 @pytest.mark.parametrize(("queries", "slots"), [(1, 1), (5, 40), (300, 1100)])
 def test_new_tokens_see_cached_ones_by_position(queries, slots, window):
-    rng = np.random.default_rng(queries)
-    query = rng.normal(size=(2, queries, 6, 16)).astype(np.float32)
-    key, value = (rng.normal(size=(2, 2, slots, 16)).astype(np.float32) for _ in range(2))
-    # In any order, other ones for each head; a fifth of the slots are empty, and some queries are pads.
-    key_positions = rng.permuted(np.tile(np.arange(slots), (2, 2, 1)), axis=-1) * 2
-    key_positions[rng.random(key_positions.shape) < 0.2] = -1
-    query_positions = rng.integers(-1, 2 * slots, (2, queries))
-    query_positions[0, -1] = -1
-    wanted = by_position(query, key, value, query_positions, key_positions, window)
-    empty = (key_positions < 0)[..., None]
-    arrays = (query, *(np.where(empty, np.nan, x).astype(np.float32) for x in (key, value)))
-    positions = (query_positions.astype(np.int32), key_positions.astype(np.int32))
+    arrays = further_tokens(queries, slots)
+    query_positions = arrays[3]
+    wanted = by_position(*arrays, window=window)
     for implementation in ("xla", "reference"):
-        result = extend(*arrays, *positions, window=window, implementation=implementation)
+        result = extend(*arrays, window=window, implementation=implementation)
         assert_equal_to(result, wanted)
         np.testing.assert_array_equal(np.asarray(result[0])[query_positions < 0], 0.0)
+
+
+# Of six heads in two rows: one, two (of one row, then of both), those of a row, all; sides that differ, and do not
+# divide the 150 tokens.
+@pytest.mark.parametrize("tile", [Tile(1, 32, 64), Tile(2, 64, 32), Tile(3, 64, 64), Tile(6, 150, 32)], ids=str)
+@pytest.mark.parametrize("window", [None, 40])
+def test_any_tile_gives_the_same_attention(tile, window, monkeypatch):
+    monkeypatch.setattr(xla, "choose_tile", lambda *_: tile)
+    arrays = prompt(150, kv_heads=3)
+    result = inspect.unwrap(xla.prefill_attention)(*arrays, window=window)
+    assert_equal_to(result, causal(*arrays, window=window))
+    arrays = further_tokens(150, 150, kv_heads=3)
+    result = inspect.unwrap(xla.extend_attention)(*map(jnp.asarray, arrays), window=window)
+    assert_equal_to(result, by_position(*arrays, window=window))
+
+
+@pytest.mark.parametrize("window", [None, 0, 40, 64, 1000])
+@pytest.mark.parametrize("length", [32, 150])
+def test_tiles_are_chosen_by_how_many_there_are(length, window, monkeypatch):
+    counts = []
+
+    def choose(*arguments):
+        counts.append(arguments[-1](32))
+        return Tile(1, 32, 32)
+
+    monkeypatch.setattr(xla, "choose_tile", choose)
+    jax.eval_shape(functools.partial(inspect.unwrap(xla.prefill_attention), window=window), *prompt(length))
+    starts = np.arange(0, length, 32)
+    # Tiles on and below the diagonal, whose oldest query sees their newest key.
+    seen = starts[:, None] >= starts
+    if window is not None:
+        seen &= starts[:, None] - (starts + 31) <= window
+    assert counts == [seen.sum()]
 
 
 def test_the_whole_prompt_as_new_tokens_is_a_prompt():

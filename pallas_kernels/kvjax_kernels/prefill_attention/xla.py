@@ -1,4 +1,4 @@
-"""Blockwise attention in plain JAX: one block of queries at a time walks over the keys it can see.
+"""Blockwise attention in plain JAX: one block of some heads' queries at a time walks over the keys it can see.
 
 The running maximum and sum are those of FlashAttention (arXiv 2205.14135). Memory beside the inputs is one
 tile of scores; the time is that of the blocks that some query of the row can see.
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax_kernels.blocks import block_sizes, pad_to
+from kvjax_kernels.blocks import Tile, choose_tile, pad_to, query_tiles
 from kvjax_kernels.masking import MASKED
 
 
@@ -40,25 +40,31 @@ def prefill_attention(
     window: int | None,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """See `api.prefill_attention`. Blocks outside the triangle, or the window's band, are not computed."""
-    query_block, key_block = block_sizes(query.shape[1], key.shape[1])
+    length, kv_heads = key.shape[1:3]
+
+    def count(side: int) -> int:
+        blocks = -(-length // side)
+        across = blocks if window is None else min(-(-window // side) + 1, blocks)
+        # The first blocks of queries see fewer than `across`, and are a triangle.
+        return across * (2 * blocks - across + 1) // 2
+
+    tile = choose_tile(key.shape[0] * kv_heads, query.shape[2] // kv_heads, length, length, count)
 
     def key_blocks(block: jax.Array) -> _KeyBlocks:
-        end = ((block + 1) * query_block - 1) // key_block + 1
+        end = ((block + 1) * tile.queries - 1) // tile.keys + 1
         if window is None:
-            return _KeyBlocks(jnp.zeros_like(end), block * query_block // key_block, end)
-        first = jnp.maximum(block * query_block - window, 0) // key_block
+            return _KeyBlocks(jnp.zeros_like(end), block * tile.queries // tile.keys, end)
+        first = jnp.maximum(block * tile.queries - window, 0) // tile.keys
         return _KeyBlocks(first, first, end)
 
-    def seen(rows: jax.Array, columns: jax.Array) -> jax.Array:
-        distance = rows[:, None] - columns[None, :]
+    def mask(part: jax.Array, block: jax.Array, key_start: jax.Array) -> jax.Array:
+        del part
+        rows = block * tile.queries + jnp.arange(tile.queries)
+        distance = rows[:, None] - (key_start + jnp.arange(tile.keys))[None, :]
         inside = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
-        return inside[None, None, None]
+        return inside[None, None]
 
-    def mask(block: jax.Array, key_start: jax.Array) -> jax.Array:
-        rows = block * query_block + jnp.arange(query_block)
-        return seen(rows, key_start + jnp.arange(key_block))
-
-    return _blockwise(query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask, key_blocks)
+    return _blockwise(query, key.swapaxes(1, 2), value.swapaxes(1, 2), tile, mask, key_blocks)
 
 
 @functools.partial(jax.jit, static_argnames="window")
@@ -72,69 +78,81 @@ def extend_attention(
     window: int | None,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """See `api.extend_attention`."""
-    query_block, key_block = block_sizes(query.shape[1], key.shape[2])
+    batch, length, query_heads, _ = query.shape
+    kv_heads, slots = key.shape[1:3]
+    tile = choose_tile(
+        batch * kv_heads, query_heads // kv_heads, length, slots, lambda side: -(-length // side) * -(-slots // side)
+    )
     held = (key_positions >= 0)[..., None]
     key, value = (jnp.where(held, x, jnp.zeros((), x.dtype)) for x in (key, value))
-    query_positions = pad_to(query_positions, 1, query_block, fill=-1)
-    key_positions = pad_to(key_positions, 2, key_block, fill=-1)
+    query_positions = pad_to(query_positions, 1, tile.queries, fill=-1)
+    query_positions = jnp.repeat(query_positions, kv_heads, axis=0).reshape(-1, tile.heads, query_positions.shape[1])
+    key_positions = pad_to(key_positions, 2, tile.keys, fill=-1)
+    key_positions = key_positions.reshape(-1, tile.heads, key_positions.shape[2])
 
-    def mask(block: jax.Array, key_start: jax.Array) -> jax.Array:
-        rows = jax.lax.dynamic_slice_in_dim(query_positions, block * query_block, query_block, axis=1)
-        columns = jax.lax.dynamic_slice_in_dim(key_positions, key_start, key_block, axis=2)
-        distance = rows[:, None, :, None] - columns[:, :, None, :]
-        inside = (distance >= 0) & (columns >= 0)[:, :, None, :]
+    def mask(part: jax.Array, block: jax.Array, key_start: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(query_positions[part], block * tile.queries, tile.queries, axis=1)
+        columns = jax.lax.dynamic_slice_in_dim(key_positions[part], key_start, tile.keys, axis=1)
+        distance = rows[:, :, None] - columns[:, None, :]
+        inside = (distance >= 0) & (columns >= 0)[:, None, :]
         if window is not None:
             inside &= distance <= window
-        return inside[:, :, None]
+        return inside[:, None]
 
     def key_blocks(block: jax.Array) -> _KeyBlocks:
         first = jnp.zeros_like(block)
-        return _KeyBlocks(first, first, jnp.full_like(block, key_positions.shape[2] // key_block))
+        return _KeyBlocks(first, first, jnp.full_like(block, key_positions.shape[2] // tile.keys))
 
-    return _blockwise(query, key, value, mask, key_blocks)
+    return _blockwise(query, key, value, tile, mask, key_blocks)
 
 
 def _blockwise(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B K S D"],
     value: Float[Array, "B K S D"],
-    mask: Callable[[jax.Array, jax.Array], jax.Array],
+    tile: Tile,
+    mask: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     key_blocks: Callable[[jax.Array], _KeyBlocks],
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Attention where `mask(query block, first key)` gives [B|1, K|1, 1, queries, keys] of what is seen.
+    """Attention, tile by tile, of one part of the heads after the other.
 
-    `key_blocks(query block)` gives the key blocks to look at.
+    Args:
+        query: rotated queries.
+        key: rotated keys.
+        value: values.
+        tile: `heads` of the rows' KV heads, in order, are a part.
+        mask: `mask(part, query block, first key)`, [heads|1, 1, queries, keys], of what is seen.
+        key_blocks: those to look at for a block of queries.
     """
     batch, length, query_heads, head_dim = query.shape
     kv_heads = key.shape[1]
     group = query_heads // kv_heads
-    query_block, key_block = block_sizes(length, key.shape[2])
     scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(query.dtype)
-    scaled = pad_to(scaled, 1, query_block, fill=0)
-    blocks = scaled.shape[1] // query_block
-    # [blocks, B, K, G, queries, D]: a group's queries are one matrix against its KV head's keys.
-    scaled = scaled.reshape(batch, blocks, query_block, kv_heads, group, head_dim).transpose(1, 0, 3, 4, 2, 5)
-    key, value = (pad_to(x, 2, key_block, fill=0) for x in (key, value))
-    matrix = (batch, kv_heads, group * query_block)
+    scaled = query_tiles(pad_to(scaled, 1, tile.queries, fill=0), kv_heads, tile)
+    blocks, padded = scaled.shape[1], -(-key.shape[2] // tile.keys) * tile.keys
+    key, value = (pad_to(x, 2, tile.keys, fill=0).reshape(-1, tile.heads, padded, head_dim) for x in (key, value))
+    matrix = (tile.heads, group * tile.queries)
 
-    def one_block(block: jax.Array, buffers: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        rows = buffers[0][block].reshape(*matrix, head_dim)
+    def one_block(index: jax.Array, buffers: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        part, block = index // blocks, index % blocks
+        rows = buffers[0][part, block]
 
         def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], *, masked: bool):
             output, largest, total = carry
-            start = index * key_block
-            keys, values = (jax.lax.dynamic_slice_in_dim(x, start, key_block, axis=2) for x in (key, value))
-            scores = jnp.einsum("bkqd,bksd->bkqs", rows, keys, preferred_element_type=jnp.float32)
+            first = index * tile.keys
+            size = (1, tile.heads, tile.keys, head_dim)
+            keys, values = (jax.lax.dynamic_slice(x, (part, 0, first, 0), size)[0] for x in (key, value))
+            scores = jnp.einsum("hqd,hsd->hqs", rows, keys, preferred_element_type=jnp.float32)
             if masked:
-                scores = scores.reshape(batch, kv_heads, group, query_block, key_block)
-                scores = jnp.where(mask(block, start), scores, MASKED).reshape(*matrix, key_block)
+                scores = scores.reshape(tile.heads, group, tile.queries, tile.keys)
+                scores = jnp.where(mask(part, block, first), scores, MASKED).reshape(*matrix, tile.keys)
             new_largest = jnp.maximum(largest, scores.max(-1))
             # A row that has seen nothing yet has exp(MASKED - MASKED) = 1: its rubbish is scaled away by
             # `correction` = 0 at the first key it sees, and cleared below if there is none.
             weights = jnp.exp(scores - new_largest[..., None])
             correction = jnp.exp(largest - new_largest)
             product = jnp.einsum(
-                "bkqs,bksd->bkqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+                "hqs,hsd->hqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
             )
             return (
                 output * correction[..., None] + product,
@@ -156,17 +174,14 @@ def _blockwise(
         output = jnp.where(nothing[..., None], 0.0, output / jnp.where(nothing, 1.0, total)[..., None])
         log_sum_exp = jnp.where(nothing, MASKED, largest + jnp.log(jnp.where(nothing, 1.0, total)))
         outputs, sums = buffers
-        shape = outputs.shape[1:]
-        return (
-            outputs.at[block].set(output.astype(query.dtype).reshape(shape)),
-            sums.at[block].set(log_sum_exp.reshape(shape[:-1])),
-        )
+        return outputs.at[part, block].set(output.astype(query.dtype)), sums.at[part, block].set(log_sum_exp)
 
     # A block's output takes the place of its queries. Not `lax.map`: XLA's CPU compiler makes the buffers that it
     # fills for all layers of a model at the program's start.
     buffers = scaled, scaled[..., 0].astype(jnp.float32)
-    output, log_sum_exp = jax.lax.fori_loop(0, blocks, one_block, buffers)
-    output = output.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, query_heads, head_dim)
-    log_sum_exp = log_sum_exp.reshape(blocks, batch, query_heads, query_block)
-    log_sum_exp = log_sum_exp.transpose(1, 2, 0, 3).reshape(batch, query_heads, -1)
+    output, log_sum_exp = jax.lax.fori_loop(0, scaled.shape[0] * blocks, one_block, buffers)
+    split = (batch, kv_heads, blocks, group, tile.queries)
+    output = output.swapaxes(1, 2).reshape(*split, head_dim).transpose(0, 2, 4, 1, 3, 5)
+    output = output.reshape(batch, -1, query_heads, head_dim)
+    log_sum_exp = log_sum_exp.swapaxes(1, 2).reshape(split).transpose(0, 1, 3, 2, 4).reshape(batch, query_heads, -1)
     return output[:, :length], log_sum_exp[:, :, :length]
