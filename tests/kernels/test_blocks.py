@@ -35,9 +35,8 @@ def test_a_short_prompt_is_one_tile():
     assert causal(3, 3, 300) == Tile(3, 300, 300)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 7, 12, 15, 40])
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16, 64])
-@pytest.mark.parametrize("length", [16, 64, 300, 1000, 4096])
+@pytest.mark.parametrize("length", [16, 300, 1000, 4096])
+@pytest.mark.parametrize(("heads", "group"), [(1, 64), (7, 3), (12, 1), (15, 3), (40, 4), (40, 8)])
 def test_heads_come_in_equal_parts_that_the_caches_hold(heads, group, length):
     tile = causal(heads, group, length)
     scores = tile.heads * group * tile.queries * tile.keys
