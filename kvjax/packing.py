@@ -79,6 +79,8 @@ def _sources(
     batch, kv_heads, widest = kept.held.shape
     index = jnp.arange(widest)[None, None] if kept.tokens is None else kept.tokens
     rows = jnp.where(kept.held, index + length * jnp.arange(kv_heads)[None, :, None], EMPTY)
+    if spec.is_uniform:
+        return _prefix(rows, spec.slots[0], EMPTY).astype(jnp.int32)
     if starts is None:
         parts = [_prefix(rows[:, head : head + 1], slots, EMPTY) for head, slots in enumerate(spec.slots)]
         return jnp.concatenate(parts, axis=1).astype(jnp.int32)

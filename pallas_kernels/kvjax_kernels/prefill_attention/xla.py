@@ -51,10 +51,10 @@ def prefill_attention(
     tile = choose_tile(key.shape[0] * kv_heads, query.shape[2] // kv_heads, length, length, count)
 
     def key_blocks(block: jax.Array) -> _KeyBlocks:
-        end = ((block + 1) * tile.queries - 1) // tile.keys + 1
+        end = jax.lax.div((block + 1) * tile.queries - 1, tile.keys) + 1
         if window is None:
-            return _KeyBlocks(jnp.zeros_like(end), block * tile.queries // tile.keys, end)
-        first = jnp.maximum(block * tile.queries - window, 0) // tile.keys
+            return _KeyBlocks(jnp.zeros_like(end), jax.lax.div(block * tile.queries, tile.keys), end)
+        first = jax.lax.div(jnp.maximum(block * tile.queries - window, 0), tile.keys)
         return _KeyBlocks(first, first, end)
 
     def mask(part: jax.Array, block: jax.Array, key_start: jax.Array) -> jax.Array:
@@ -134,8 +134,8 @@ def _blockwise(
     matrix = (tile.heads, group * tile.queries)
 
     def one_block(index: jax.Array, buffers: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        part, block = index // blocks, index % blocks
-        rows = buffers[0][part, block]
+        part, block = jax.lax.div(index, blocks), jax.lax.rem(index, blocks)
+        rows = jax.lax.dynamic_index_in_dim(buffers[0], index, keepdims=False)
 
         def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], *, masked: bool):
             output, largest, total = carry
@@ -174,14 +174,26 @@ def _blockwise(
         output = jnp.where(nothing[..., None], 0.0, output / jnp.where(nothing, 1.0, total)[..., None])
         log_sum_exp = jnp.where(nothing, MASKED, largest + jnp.log(jnp.where(nothing, 1.0, total)))
         outputs, sums = buffers
-        return outputs.at[part, block].set(output.astype(query.dtype)), sums.at[part, block].set(log_sum_exp)
+        # Not `.at[index].set`, which becomes a scatter: many small operations, in every layer's program.
+        return (
+            jax.lax.dynamic_update_index_in_dim(outputs, output.astype(query.dtype), index, 0),
+            jax.lax.dynamic_update_index_in_dim(sums, log_sum_exp, index, 0),
+        )
 
     # A block's output takes the place of its queries. Not `lax.map`: XLA's CPU compiler makes the buffers that it
     # fills for all layers of a model at the program's start.
+    parts = scaled.shape[0]
+    scaled = scaled.reshape(parts * blocks, *matrix, head_dim)
     buffers = scaled, scaled[..., 0].astype(jnp.float32)
-    output, log_sum_exp = jax.lax.fori_loop(0, scaled.shape[0] * blocks, one_block, buffers)
+    output, log_sum_exp = jax.lax.fori_loop(0, parts * blocks, one_block, buffers)
     split = (batch, kv_heads, blocks, group, tile.queries)
-    output = output.swapaxes(1, 2).reshape(*split, head_dim).transpose(0, 2, 4, 1, 3, 5)
-    output = output.reshape(batch, -1, query_heads, head_dim)
-    log_sum_exp = log_sum_exp.swapaxes(1, 2).reshape(split).transpose(0, 1, 3, 2, 4).reshape(batch, query_heads, -1)
+    output = output.reshape(parts, blocks, *matrix, head_dim).swapaxes(1, 2)
+    output = output.reshape(*split, head_dim).transpose(0, 2, 4, 1, 3, 5).reshape(batch, -1, query_heads, head_dim)
+    log_sum_exp = (
+        log_sum_exp.reshape(parts, blocks, *matrix)
+        .swapaxes(1, 2)
+        .reshape(split)
+        .transpose(0, 1, 3, 2, 4)
+        .reshape(batch, query_heads, -1)
+    )
     return output[:, :length], log_sum_exp[:, :, :length]
