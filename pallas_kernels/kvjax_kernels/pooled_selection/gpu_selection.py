@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax_kernels import mosaic_gpu
 from kvjax_kernels.blocks import pad_to
 from kvjax_kernels.pooled_selection.ranks import LOWEST, places
-from kvjax_kernels.pooled_selection.xla import ascending, mark_above
+from kvjax_kernels.pooled_selection.xla import ascending
 
 # A step's tile of scores, sixteen for each thread.
 _ROWS, _COLUMNS = 16, 128
@@ -69,4 +69,4 @@ def select_highest(
         interpret=mosaic_gpu.interpreter(interpret),
         kernel_name="select_highest",
     )(tiles, wanted)
-    return ascending(mark_above(threshold[..., :1], place, wanted), most)
+    return ascending(threshold[..., :1], place, wanted, most)

@@ -58,14 +58,23 @@ def select_highest(
     scores: Float[Array, "B K S"], counts: Int[Array, "B K"], *, most: int
 ) -> tuple[Int[Array, "B K C"], Bool[Array, "B K C"]]:
     """See `api.select_highest`."""
-    return ascending(mark_highest(scores, jnp.minimum(counts, most)), most)
+    counts = jnp.minimum(counts, most)
+    return ascending(*_threshold(scores, counts), counts, most)
 
 
 def mark_highest(scores: Float[Array, "B K S"], counts: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
-    """Which are the `counts` highest of each head; of equal scores the lower index wins.
+    """Which are the `counts` highest of each head; of equal scores the lower index wins."""
+    kept, _ = _mark_above(*_threshold(scores, counts), counts)
+    return kept
 
-    The threshold is found bit by bit, by counting: a sort costs several times as much on CPU, and the order of
-    ties of `top_k` is not to be relied on everywhere.
+
+def _threshold(
+    scores: Float[Array, "B K S"], counts: Int[Array, "B K"]
+) -> tuple[Int[Array, "B K 1"], Int[Array, "B K S"]]:
+    """The highest rank that `counts` of each head reach, and the ranks of all.
+
+    It is found bit by bit, by counting: a sort costs several times as much on CPU, and the order of ties of `top_k`
+    is not to be relied on everywhere.
     """
     rank = places(scores.astype(jnp.float32))
 
@@ -77,27 +86,31 @@ def mark_highest(scores: Float[Array, "B K S"], counts: Int[Array, "B K"]) -> Bo
         return jnp.where(reached(higher), higher, threshold)
 
     threshold = jnp.where(reached(jnp.zeros_like(counts[..., None])), 0, LOWEST)
-    return mark_above(jax.lax.fori_loop(0, 31, refine, threshold), rank, counts)
+    return jax.lax.fori_loop(0, 31, refine, threshold), rank
 
 
-def mark_above(
+def _mark_above(
     threshold: Int[Array, "B K 1"], rank: Int[Array, "B K S"], counts: Int[Array, "B K"]
-) -> Bool[Array, "B K S"]:
-    """Which rank above each head's threshold, and the first ones at it, `counts` in all.
+) -> tuple[Bool[Array, "B K S"], Int[Array, "B K S"]]:
+    """Which rank above each head's threshold, and the first ones at it, `counts` in all; their number up to each."""
+    marks = jnp.stack([rank > threshold, rank == threshold])
+    (above, equal), (so_far, ties_so_far) = marks, jnp.cumsum(marks, axis=-1, dtype=jnp.int32)
+    ties = counts[..., None] - so_far[..., -1:]
+    return above | (equal & (ties_so_far <= ties)), so_far + jnp.minimum(ties_so_far, ties)
 
-    The threshold is the highest rank that so many reach.
+
+def ascending(
+    threshold: Int[Array, "B K 1"], rank: Int[Array, "B K S"], counts: Int[Array, "B K"], most: int
+) -> tuple[Int[Array, "B K C"], Bool[Array, "B K C"]]:
+    """The indices of the `counts` highest of each head, at most `most`, in ascending order; and which are there.
+
+    The threshold is the highest rank that so many reach; of equal ranks the lower index wins.
     """
-    above, equal = rank > threshold, rank == threshold
-    ties = counts[..., None] - above.sum(-1, keepdims=True, dtype=jnp.int32)
-    return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= ties))
-
-
-def ascending(kept: Bool[Array, "B K S"], most: int) -> tuple[Int[Array, "B K C"], Bool[Array, "B K C"]]:
-    """The indices of at most `most` kept slots of each head, in ascending order, and which of them are there."""
+    kept, so_far = _mark_above(threshold, rank, counts)
     batch, kv_heads, slots = kept.shape
     slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
     # What is not kept goes past the end, each to a place of its own, where the scatter drops it.
-    target = jnp.where(kept, jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1, most + slot)
+    target = jnp.where(kept, so_far - 1, most + slot)
     row, head = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[None, :, None]
     index = jnp.full((batch, kv_heads, most), slots, jnp.int32)
     index = index.at[row, head, target].set(jnp.broadcast_to(slot, kept.shape), mode="drop", unique_indices=True)
