@@ -137,9 +137,9 @@ def _blockwise(
         part, block = jax.lax.div(index, blocks), jax.lax.rem(index, blocks)
         rows = jax.lax.dynamic_index_in_dim(buffers[0], index, keepdims=False)
 
-        def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], *, masked: bool):
+        def step(column: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], *, masked: bool):
             output, largest, total = carry
-            first = index * tile.keys
+            first = column * tile.keys
             size = (1, tile.heads, tile.keys, head_dim)
             keys, values = (jax.lax.dynamic_slice(x, (part, 0, first, 0), size)[0] for x in (key, value))
             scores = jnp.einsum("hqd,hsd->hqs", rows, keys, preferred_element_type=jnp.float32)
