@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax_kernels import column_sums, compact, dispatch, extend_attention, ragged_decode_attention
+from kvjax_kernels import column_sums, compact, devices, extend_attention, ragged_decode_attention
 from kvjax_kernels.compact.api import compact_in_place
 from kvjax_kernels.pooled_selection.api import pooled_attention, select_highest
 
@@ -270,7 +270,7 @@ def no_gpu() -> str | None:
     """Why the kernels cannot run here."""
     if jax.default_backend() != "gpu":
         return f"JAX finds only {jax.devices()[0].platform}"
-    return dispatch.missing_device("gpu")
+    return devices.missing_nvidia_gpu(least=(9, 0))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import jax
 
+from kvjax_kernels.devices import platform
 from kvjax_kernels.dispatch import IMPLEMENTATIONS, Implementation
 
 #: Operations whose implementation can be forced one by one.
@@ -51,10 +52,10 @@ def check_implementation(implementation: object) -> Implementation:
             raise ValueError(f"`implementation` knows the operations {', '.join(OPERATIONS)}, got {operation!r}.")
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"`implementation` must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}.")
-        platform = jax.default_backend()
-        if name in ("tpu", "gpu") and name != platform:
+        here = platform()
+        if name in ("tpu", "gpu") and name != here:
             raise NotImplementedError(
-                f"`implementation={name!r}` needs a {str(name).upper()}, and JAX computes on {platform} here; "
+                f"`implementation={name!r}` needs a {str(name).upper()}, and JAX computes on {here} here; "
                 f"{name + '-interpret'!r} runs the kernels in an interpreter."
             )
     if isinstance(implementation, Mapping):

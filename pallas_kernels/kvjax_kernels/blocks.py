@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax_kernels.devices import platform
+
 _SIDE = 256
 # A CPU's products are faster with more rows, as long as the tile stays in its caches: 4 MB of float32.
 _LARGE_SIDE = 512
@@ -37,7 +39,7 @@ def choose_tile(heads: int, group: int, queries: int, keys: int, count: Callable
         keys: keys of a head.
         count: how many tiles with sides of so many tokens there are to compute.
     """
-    if jax.default_backend() != "cpu":
+    if platform() != "cpu":
         return Tile(heads, min(_SIDE, queries), min(_SIDE, keys))
 
     def area(side: int) -> int:

@@ -5,7 +5,7 @@ import contextvars
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-import jax
+from kvjax_kernels.devices import compute_capability, platform
 
 #: Plain JAX that serves as the oracle, plain JAX that is fast, the Pallas kernels, and these in an interpreter.
 IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu", "tpu-interpret", "gpu-interpret")
@@ -57,9 +57,10 @@ def choose(operation: str, implementation: str | None, obstacles: Mapping[str, O
         NotImplementedError: the named implementation cannot do this.
     """
     if implementation is None:
-        platform = jax.default_backend()
-        usable = platform in obstacles and obstacles[platform]() is None and missing_device(platform) is None
-        choice = Choice(platform if usable else "xla")
+        here = platform()
+        # Asked first: what serves no other vendor's GPU may not even be there to import.
+        usable = here in obstacles and not (here == "gpu" and compute_capability() is None)
+        choice = Choice(here if usable and obstacles[here]() is None else "xla")
     elif implementation not in IMPLEMENTATIONS:
         raise ValueError(f"`implementation` must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}.")
     else:
@@ -68,7 +69,7 @@ def choose(operation: str, implementation: str | None, obstacles: Mapping[str, O
         if backend in ("tpu", "gpu"):
             if backend not in obstacles:
                 raise NotImplementedError(f"`{operation}` has no {backend.upper()} kernel.")
-            obstacle = obstacles[backend]() or (None if choice.interpret else missing_device(backend))
+            obstacle = obstacles[backend]()
             if obstacle is not None:
                 raise NotImplementedError(f"the {backend.upper()} kernel of `{operation}` cannot do this: {obstacle}.")
     ran = _recorder.get()
@@ -80,14 +81,3 @@ def choose(operation: str, implementation: str | None, obstacles: Mapping[str, O
 def implementation_of(implementation: Implementation, operation: str) -> str | None:
     """The name for one operation; None where it is not forced."""
     return dict(implementation).get(operation) if isinstance(implementation, tuple) else implementation
-
-
-def missing_device(backend: str) -> str | None:
-    """Why kernels of `backend` cannot run on this process's own device of that kind, if it has one."""
-    if backend != "gpu" or jax.default_backend() != "gpu":
-        return None
-    capability = getattr(jax.devices()[0], "compute_capability", "0")
-    # Mosaic GPU aborts the process on older ones.
-    if float(capability) < 9.0:
-        return f"it needs an NVIDIA GPU of compute capability 9.0 or more, this one has {capability}"
-    return None

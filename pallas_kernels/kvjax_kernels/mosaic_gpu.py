@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax_kernels.devices import device
+
+#: The compute capability that Mosaic compiles for, or a newer one: it aborts the process on older GPUs.
+OLDEST = (9, 0)
+
 #: Rows that one product of the tensor cores takes at a time.
 ROWS = 16
 
@@ -18,7 +23,7 @@ _PROCESSORS = 132
 
 def processors() -> int:
     """Streaming multiprocessors of the device."""
-    return getattr(jax.devices()[0], "core_count", None) or _PROCESSORS
+    return getattr(device(), "core_count", None) or _PROCESSORS
 
 
 def interpreter(interpret: bool) -> plgpu.InterpretGPUParams | None:

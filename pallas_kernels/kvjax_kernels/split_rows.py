@@ -61,7 +61,10 @@ def write_split(
         place = of_heads(slots, heads)
         # An index past the end is dropped.
         place = jnp.where(place < 0, old_key.shape[3], place)
-        batch, head = jnp.arange(place.shape[0])[:, None], jnp.arange(len(heads))[None]
+        batch, head = (
+            jnp.arange(place.shape[0], dtype=jnp.int32)[:, None],
+            jnp.arange(len(heads), dtype=jnp.int32)[None],
+        )
         new_key, new_value = (of_heads(x, heads).astype(old_key.dtype) for x in (key, value))
         keys.append(old_key.at[batch, head, :, place].set(new_key, mode="drop", unique_indices=True))
         values.append(old_value.at[batch, head, place].set(new_value, mode="drop", unique_indices=True))

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax_kernels import mosaic_gpu
 from kvjax_kernels.blocks import pad_to
 from kvjax_kernels.column_sums.tiles import NOWHERE, visible_tiles
+from kvjax_kernels.devices import missing_nvidia_gpu
 
 # Rows of an accumulator of one group of four warps.
 _ROWS = 64
@@ -35,11 +36,7 @@ def obstacle(query: Float[Array, "B T N D"], kv: Float[Array, "B K S twoD"], *, 
     if head_dim % mosaic_gpu.COLUMNS or head_dim > _LARGEST_HEAD:
         return f"the head size must be a multiple of {mosaic_gpu.COLUMNS} up to {_LARGEST_HEAD}, not {head_dim}"
     # The products of four warps together are an instruction of this generation alone.
-    if not interpret and jax.default_backend() == "gpu":
-        capability = getattr(jax.devices()[0], "compute_capability", "0")
-        if not capability.startswith("9."):
-            return f"it needs an NVIDIA GPU of compute capability 9.0, this one has {capability}"
-    return None
+    return None if interpret else missing_nvidia_gpu(query, least=(9, 0), only=True)
 
 
 def column_sums(

@@ -49,8 +49,9 @@ def column_sums(
 
     def one_block(index: jax.Array) -> jax.Array:
         part, first = index // key_blocks, index % key_blocks * tile.keys
-        keys = jax.lax.dynamic_slice(key, (part, 0, first, 0), (1, tile.heads, tile.keys, head_dim))[0]
-        columns = jax.lax.dynamic_slice(key_positions, (part, 0, first), (1, tile.heads, tile.keys))[0]
+        none = jnp.zeros_like(part)
+        keys = jax.lax.dynamic_slice(key, (part, none, first, none), (1, tile.heads, tile.keys, head_dim))[0]
+        columns = jax.lax.dynamic_slice(key_positions, (part, none, first), (1, tile.heads, tile.keys))[0]
 
         def add(block: jax.Array, total: jax.Array, *, masked: bool) -> jax.Array:
             scores = jnp.einsum("hqd,hsd->hqs", scaled[part, block], keys, preferred_element_type=jnp.float32)
@@ -67,12 +68,14 @@ def column_sums(
         first_block = jax.lax.cummax(newest[part]) < jnp.where(held, columns, _LATEST).min()
         first_block = first_block.sum(dtype=jnp.int32)
         # Behind the last one that does not see all of it, none needs a mask.
-        whole = jnp.where(oldest[part] < columns.max(), jnp.arange(1, query_blocks + 1), first_block).max()
+        whole = jnp.where(
+            oldest[part] < columns.max(), jnp.arange(1, query_blocks + 1, dtype=jnp.int32), first_block
+        ).max()
         total = jnp.zeros((tile.heads, tile.keys), jnp.float32)
         total = jax.lax.fori_loop(first_block, whole, functools.partial(add, masked=True), total)
         total = jax.lax.fori_loop(whole, query_blocks, functools.partial(add, masked=False), total)
         return jnp.where(held, total, 0.0)
 
-    sums = jax.lax.map(one_block, jnp.arange(parts * key_blocks))
+    sums = jax.lax.map(one_block, jnp.arange(parts * key_blocks, dtype=jnp.int32))
     sums = sums.reshape(parts, key_blocks, tile.heads, tile.keys).swapaxes(1, 2)
     return sums.reshape(batch, kv_heads, -1)[:, :, :slots]

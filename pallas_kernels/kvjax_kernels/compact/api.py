@@ -32,7 +32,7 @@ def compact(
     def no_gpu() -> str | None:
         from kvjax_kernels.compact import gpu
 
-        return gpu.obstacle(rows, source)
+        return gpu.obstacle(rows, source, interpret=implementation == "gpu-interpret")
 
     choice = choose("compact", implementation, {"tpu": no_tpu, "gpu": no_gpu})
     # Imported here, so that a backend's module is loaded only where it is used.
@@ -93,7 +93,7 @@ def compact_in_place(
     def no_gpu() -> str | None:
         from kvjax_kernels.compact import gpu
 
-        return gpu.obstacle(pages, source)
+        return gpu.obstacle(pages, source, interpret=implementation == "gpu-interpret")
 
     choice = choose("compact_in_place", implementation, {"tpu": no_tpu, "gpu": no_gpu})
     # Imported here, so that a backend's module is loaded only where it is used.

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax_kernels.blocks import pad_to
 from kvjax_kernels.compact.paths import paths_of
-from kvjax_kernels.mosaic_gpu import interpreter
+from kvjax_kernels.devices import missing_nvidia_gpu
+from kvjax_kernels.mosaic_gpu import OLDEST, interpreter
 
 _TILE = 64
 # Columns that one copy may have.
@@ -22,14 +23,14 @@ _COLUMNS_IN_PLACE = 128
 _ALIGNMENT = 128
 
 
-def obstacle(rows: Float[Array, "A M W"], source: Int[Array, "B C"]) -> str | None:
+def obstacle(rows: Float[Array, "A M W"], source: Int[Array, "B C"], *, interpret: bool = False) -> str | None:
     """Why the kernels cannot compact `rows`, or pages, or None if they can."""
     if source.shape[1] == 0:
         return "there are no rows to move"
     size = rows.shape[2] * rows.dtype.itemsize
     if size % _ALIGNMENT:
         return f"rows must be a multiple of {_ALIGNMENT} bytes, got {size}"
-    return None
+    return None if interpret else missing_nvidia_gpu(rows, least=OLDEST)
 
 
 def compact(

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 def compact(rows: Float[Array, "B M W"], source: Int[Array, "B C"]) -> Float[Array, "B C W"]:
     """See `api.compact`."""
-    taken = rows[jnp.arange(rows.shape[0])[:, None], source]
+    taken = rows[jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None], source]
     return jnp.where(source[..., None] >= 0, taken, jnp.zeros((), rows.dtype))
 
 
@@ -16,10 +16,10 @@ def compact_in_place(
     """See `api.compact_in_place`; the slots of all heads are gathered at once."""
     number, size, _ = pages.shape
     count = table.shape[1] * size
-    slots = jnp.arange(count)[None]
+    slots = jnp.arange(count, dtype=jnp.int32)[None]
     wanted = jnp.pad(source, ((0, 0), (0, count - source.shape[1])), constant_values=-1)
     wanted = jnp.where(wanted >= 0, wanted, slots)
-    heads = jnp.arange(table.shape[0])[:, None]
+    heads = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None]
     held = pages[table].reshape(table.shape[0], count, -1)
     moved = held[heads, wanted].reshape(*table.shape, *pages.shape[1:])
     # A head's missing pages are written nowhere.

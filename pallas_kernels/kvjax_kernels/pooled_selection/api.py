@@ -127,7 +127,12 @@ def select_highest(
 
         return tpu_selection.obstacle(scores)
 
-    choice = choose("select_highest", implementation, {"tpu": no_tpu, "gpu": lambda: None})
+    def no_gpu() -> str | None:
+        from kvjax_kernels.pooled_selection import gpu_selection
+
+        return gpu_selection.obstacle(scores, interpret=implementation == "gpu-interpret")
+
+    choice = choose("select_highest", implementation, {"tpu": no_tpu, "gpu": no_gpu})
     if choice.backend == "reference":
         from kvjax_kernels.pooled_selection.reference import select_highest as run
     elif choice.backend == "xla":

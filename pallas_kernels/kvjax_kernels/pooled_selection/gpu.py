@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kvjax_kernels import mosaic_gpu
+from kvjax_kernels.devices import missing_nvidia_gpu
 from kvjax_kernels.masking import MASKED
 from kvjax_kernels.pooled_selection.voting import pooled, seen_tokens, voters
 
@@ -46,8 +47,6 @@ def attention_obstacle(
         return f"the tensor cores take bfloat16 or float16 rows, not {kv.dtype}"
     if head_dim % mosaic_gpu.COLUMNS or head_dim > _LARGEST_HEAD:
         return f"the head size must be a multiple of {mosaic_gpu.COLUMNS} up to {_LARGEST_HEAD}, not {head_dim}"
-    if not interpret and jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) >= 10.0:
-        return "its products are instructions that only Hopper has, compute capability 9.0"
     group = query_heads // kv_heads
     if group > _LARGEST_GROUP:
         return f"at most {_LARGEST_GROUP} query heads may share a KV head, not {group}"
@@ -55,7 +54,8 @@ def attention_obstacle(
     most = _MOST_HELD // head_dim // _ROWS * _ROWS
     if rows > most:
         return f"at most {most} queries of a group may vote, window in eights times heads, not {rows}"
-    return None
+    # The products of four warps together are an instruction of this generation alone.
+    return None if interpret else missing_nvidia_gpu(query, least=(9, 0), only=True)
 
 
 def pooled_attention(

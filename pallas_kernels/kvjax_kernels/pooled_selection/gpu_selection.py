@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax_kernels import mosaic_gpu
 from kvjax_kernels.blocks import pad_to
+from kvjax_kernels.devices import missing_nvidia_gpu
 from kvjax_kernels.pooled_selection.ranks import LOWEST, places
 from kvjax_kernels.pooled_selection.xla import ascending
 
@@ -15,6 +16,11 @@ from kvjax_kernels.pooled_selection.xla import ascending
 _ROWS, _COLUMNS = 16, 128
 _STAGES = 4
 _BITS = 2
+
+
+def obstacle(scores: Float[Array, "B K S"], *, interpret: bool = False) -> str | None:
+    """Why the kernel cannot do this; None if it can."""
+    return None if interpret else missing_nvidia_gpu(scores, least=mosaic_gpu.OLDEST)
 
 
 def select_highest(

@@ -20,8 +20,8 @@ def protect(
     Tokens of a head are a prefix of its slots, in ascending position.
     """
     held = positions >= 0
-    order = jnp.arange(positions.shape[2])[None, None]
-    last = order >= held.sum(-1, keepdims=True) - recent[..., None]
+    order = jnp.arange(positions.shape[2], dtype=jnp.int32)[None, None]
+    last = order >= held.sum(-1, keepdims=True, dtype=jnp.int32) - recent[..., None]
     scores = jnp.where((positions < sinks) | last, PROTECTED, scores)
     return jnp.where(held, scores, ABSENT)
 

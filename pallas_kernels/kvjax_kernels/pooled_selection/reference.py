@@ -31,8 +31,8 @@ def pooled_attention(
     probabilities = jax.nn.softmax(jnp.where(seen, scores / head_dim**0.5, MASKED), axis=-1)
     voters = jnp.maximum((query_positions >= 0).sum(-1, dtype=jnp.float32), 1.0)[:, None, None, None]
     attention = jnp.where(seen, probabilities, 0.0).sum(3) / voters
-    lengths = (key_positions >= 0).sum(-1, keepdims=True)
-    counted = jnp.arange(slots)[None, None] < lengths - excluded
+    lengths = (key_positions >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
+    counted = jnp.arange(slots, dtype=jnp.int32)[None, None] < lengths - excluded
 
     def reduced(x: jax.Array) -> jax.Array:
         return x.mean(2, keepdims=True) if group_reduce == "mean" else x.max(2, keepdims=True)
@@ -56,6 +56,6 @@ def select_highest(
     """See `api.select_highest`."""
     slots = scores.shape[2]
     order = jnp.argsort(-scores, axis=-1, stable=True)[..., :most]
-    chosen = jnp.arange(most)[None, None] < counts[..., None]
+    chosen = jnp.arange(most, dtype=jnp.int32)[None, None] < counts[..., None]
     index = jnp.sort(jnp.where(chosen, order, slots), axis=-1).astype(jnp.int32)
     return jnp.minimum(index, slots - 1), index < slots

@@ -67,7 +67,7 @@ def pooled(
         group_reduce: over R.
     """
     lengths = (key_positions >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
-    counted = jnp.arange(key_positions.shape[2])[None, None] < lengths - excluded
+    counted = jnp.arange(key_positions.shape[2], dtype=jnp.int32)[None, None] < lengths - excluded
     if kernel > 1:
         attention = pool(attention, counted, kernel=kernel, pooling=pooling)
     scores = attention.mean(2) if group_reduce == "mean" else attention.max(2)

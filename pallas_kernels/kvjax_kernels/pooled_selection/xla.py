@@ -47,7 +47,7 @@ def pooled_attention(
             return attention
         return attention.mean(1, keepdims=True) if group_reduce == "mean" else attention.max(1, keepdims=True)
 
-    attention = jax.lax.map(one_head, jnp.arange(kv_heads)).swapaxes(0, 1)
+    attention = jax.lax.map(one_head, jnp.arange(kv_heads, dtype=jnp.int32)).swapaxes(0, 1)
     return pooled(
         attention, key_positions, excluded=excluded, kernel=kernel, pooling=pooling, group_reduce=group_reduce
     )
@@ -111,7 +111,7 @@ def ascending(
     slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
     # What is not kept goes past the end, each to a place of its own, where the scatter drops it.
     target = jnp.where(kept, so_far - 1, most + slot)
-    row, head = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[None, :, None]
+    row, head = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     index = jnp.full((batch, kv_heads, most), slots, jnp.int32)
     index = index.at[row, head, target].set(jnp.broadcast_to(slot, kept.shape), mode="drop", unique_indices=True)
     return jnp.minimum(index, slots - 1), index < slots

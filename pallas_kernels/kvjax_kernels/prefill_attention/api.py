@@ -53,7 +53,7 @@ def prefill_attention(
     def no_gpu() -> str | None:
         from kvjax_kernels.prefill_attention import gpu
 
-        return gpu.obstacle(query)
+        return gpu.obstacle(query, interpret=implementation == "gpu-interpret")
 
     choice = choose("prefill_attention", implementation, {"tpu": no_tpu, "gpu": no_gpu})
     if choice.backend == "tpu":
@@ -63,8 +63,6 @@ def prefill_attention(
     if choice.backend == "gpu":
         from kvjax_kernels.prefill_attention import gpu
 
-        if choice.interpret:
-            raise NotImplementedError("cuDNN's attention, the GPU's `prefill_attention`, has no interpreter.")
         return gpu.prefill_attention(query, key, value, window=window, log_sum_exp=log_sum_exp)
     if choice.backend == "xla":
         from kvjax_kernels.prefill_attention import xla

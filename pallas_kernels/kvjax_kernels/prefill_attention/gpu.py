@@ -6,12 +6,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax_kernels.devices import compute_capability, missing_nvidia_gpu
 
-def obstacle(query: Float[Array, "B T N D"]) -> str | None:
+# Compute capabilities of generations.
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+
+
+def obstacle(query: Float[Array, "B T N D"], *, interpret: bool = False) -> str | None:
     """What keeps cuDNN's attention from doing this, if anything."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN's attention takes bfloat16 or float16, not {query.dtype}"
-    return None
+    if interpret:
+        return "cuDNN's attention has no interpreter"
+    capability, head_dim = compute_capability(query), query.shape[3]
+    # Hopper's limits where there is no GPU: the program is for another machine's.
+    largest = 128 if capability is not None and capability < _HOPPER else 256
+    if head_dim % 8 or head_dim > largest:
+        return f"cuDNN's attention takes head sizes that 8 divides, up to {largest}, not {head_dim}"
+    return missing_nvidia_gpu(query, least=_AMPERE)
 
 
 def prefill_attention(
@@ -35,4 +47,4 @@ def prefill_attention(
     if not log_sum_exp:
         return attend(), None
     output, residual = attend(return_residual=True)
-    return output, residual.swapaxes(1, 2)
+    return output, residual.swapaxes(1, 2).astype(jnp.float32)

@@ -16,7 +16,7 @@ def prefill_attention(
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """See `api.prefill_attention`."""
     batch, length, kv_heads, _ = key.shape
-    positions = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
     return extend_attention(
         query,
         key.swapaxes(1, 2),

@@ -59,8 +59,8 @@ def prefill_attention(
 
     def mask(part: jax.Array, block: jax.Array, key_start: jax.Array) -> jax.Array:
         del part
-        rows = block * tile.queries + jnp.arange(tile.queries)
-        distance = rows[:, None] - (key_start + jnp.arange(tile.keys))[None, :]
+        rows = block * tile.queries + jnp.arange(tile.queries, dtype=jnp.int32)
+        distance = rows[:, None] - (key_start + jnp.arange(tile.keys, dtype=jnp.int32))[None, :]
         inside = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
         return inside[None, None]
 

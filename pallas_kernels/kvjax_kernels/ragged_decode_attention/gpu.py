@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kvjax_kernels import mosaic_gpu
+from kvjax_kernels.devices import missing_nvidia_gpu
 from kvjax_kernels.masking import MASKED
 from kvjax_kernels.ragged_decode_attention.api import head_starts
 from kvjax_kernels.ragged_decode_attention.parts import Parts
@@ -55,7 +56,7 @@ def obstacle(
         return f"the head size must be a multiple of {mosaic_gpu.COLUMNS} up to {_LARGEST_HEAD}, not {head_dim}"
     if group > _LARGEST_GROUP:
         return f"at most {_LARGEST_GROUP} query heads may share a KV head, not {group}"
-    return None
+    return None if interpret else missing_nvidia_gpu(query, least=mosaic_gpu.OLDEST)
 
 
 def block_rows(head_dim: int) -> int:

@@ -81,7 +81,7 @@ def _by_slot(
     """Each slot's probability, summed over its group's query heads; zeros in empty slots."""
     scores, origins = parts.scores, parts.origins
     assert scores is not None
-    columns = jnp.arange(scores.shape[-1])[None, None]
+    columns = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
     if starts is None:
         assert segments is not None
         starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
@@ -93,9 +93,9 @@ def _by_slot(
             return probabilities[:, :, : segments[0]].reshape(lengths.shape[0], slots)
         # Not a gather, which is slow on TPU.
         return jnp.concatenate([probabilities[:, head, :size] for head, size in enumerate(segments)], axis=1)
-    place = jnp.arange(slots)[None, None] - starts[..., None]
+    place = jnp.arange(slots, dtype=jnp.int32)[None, None] - starts[..., None]
     holds = (place >= 0) & (place < lengths[..., None])
-    owner = holds.argmax(1)
+    owner = holds.argmax(1).astype(jnp.int32)
     column = jnp.take_along_axis(place + first[..., None], owner[:, None], axis=1)[:, 0]
     index = owner * probabilities.shape[-1] + jnp.clip(column, 0, probabilities.shape[-1] - 1)
     flat = probabilities.reshape(lengths.shape[0], -1)

@@ -30,7 +30,7 @@ def ragged_decode_attention(
         assert segments is not None
         starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
     first, count = starts, lengths
-    slots = jnp.arange(kv.shape[1])
+    slots = jnp.arange(kv.shape[1], dtype=jnp.int32)
 
     def one(row: int, head: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Output, log-sum-exp, and the probabilities of all slots, then of the asking token."""
@@ -47,7 +47,7 @@ def ragged_decode_attention(
             own_score = own_key[row, kv_head].astype(jnp.float32) @ query[row, head].astype(jnp.float32) * scale
             own = own_value[row, kv_head].astype(jnp.float32)
         else:
-            own_score, own = jnp.zeros(()), jnp.zeros(head_dim)
+            own_score, own = jnp.zeros((), jnp.float32), jnp.zeros(head_dim, jnp.float32)
         valid = jnp.append(valid, own_key is not None)
         scores = jnp.where(valid, jnp.append(scores, own_score), -jnp.inf)
         empty = ~valid.any()

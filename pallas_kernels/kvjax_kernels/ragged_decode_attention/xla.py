@@ -56,7 +56,7 @@ def ragged_decode_attention(
     asking = Asking.of(query, sink_query, own_key, own_value, kv_heads=kv_heads)
     if not uniform and sink_query is None:
         # All heads' queries over all rows: as if there were one KV head.
-        place = jnp.arange(kv.shape[1])[None, None] - starts[:, :, None]
+        place = jnp.arange(kv.shape[1], dtype=jnp.int32)[None, None] - starts[:, :, None]
         valid = jnp.repeat((place >= 0) & (place < lengths[:, :, None]), query_heads // kv_heads, axis=1)
         flat = asking.mapped(lambda x: x.reshape(batch, 1, query_heads, head_dim))
         pieces = [_attend(flat, kv[:, None], valid[:, None], scale=scale, sinks=sinks)]
@@ -64,7 +64,7 @@ def ragged_decode_attention(
         assert segments is not None
         pieces = []
         for heads, rows in _by_segment(kv, segments):
-            valid = jnp.arange(rows.shape[2])[None, None] < of_heads(lengths, heads)[:, :, None]
+            valid = jnp.arange(rows.shape[2], dtype=jnp.int32)[None, None] < of_heads(lengths, heads)[:, :, None]
             pieces.append(_attend(asking.of_heads(heads), rows, valid[:, :, None], scale=scale, sinks=sinks))
     output = jnp.concatenate([piece.output for piece in pieces], axis=1).reshape(batch, query_heads, head_dim)
     log_sum_exp = jnp.concatenate([piece.log_sum_exp for piece in pieces], axis=1).reshape(batch, query_heads)

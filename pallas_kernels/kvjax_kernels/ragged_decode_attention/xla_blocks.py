@@ -54,7 +54,7 @@ def attend_parts(
     block = block_rows(slots)
     first, held = starts.reshape(-1), lengths.reshape(-1)
     blocks = loaded_blocks(held, slots)
-    ends = jnp.cumsum(blocks)
+    ends = jnp.cumsum(blocks, dtype=jnp.int32)
 
     def by_head(x: Float[Array, "B N D"]) -> Float[Array, "H G D"]:
         return x.astype(kv.dtype).reshape(batch * kv_heads, -1, head_dim)
@@ -67,9 +67,9 @@ def attend_parts(
         begin = first[head] + (step - (ends[head] - blocks[head])) * block
         # The last block of all may not reach over the end; it is read from further up, and starts in its middle.
         origin = jnp.minimum(begin, slots - block)
-        slot = origin + jnp.arange(block)
+        slot = origin + jnp.arange(block, dtype=jnp.int32)
         valid = (slot >= begin) & (slot < first[head] + held[head])
-        rows = lax.dynamic_slice(kv, (head // kv_heads, origin, 0), (1, block, 2 * head_dim))[0]
+        rows = lax.dynamic_slice(kv, (head // kv_heads, origin, jnp.zeros_like(head)), (1, block, 2 * head_dim))[0]
         # An empty slot may hold NaN, and 0 * NaN is NaN.
         rows = jnp.where(valid[:, None], rows, jnp.zeros((), rows.dtype))
         key, value = rows[:, :head_dim], rows[:, head_dim:]

@@ -35,7 +35,7 @@ def ragged_decode_attention(
         to_sinks = None
         if mine.sink_query is not None:
             to_sinks = product("bkmd,bkds->bkms", mine.sink_query, key[..., :sinks])
-        valid = jnp.arange(key.shape[3])[None, None, None] < of_heads(lengths, heads)[:, :, None, None]
+        valid = jnp.arange(key.shape[3], dtype=jnp.int32)[None, None, None] < of_heads(lengths, heads)[:, :, None, None]
         attended.append(attend(mine, scores, to_sinks, value, valid, scale=scale))
     output = jnp.stack(in_head_order([piece.output for piece in attended], groups), axis=1)
     log_sum_exp = jnp.stack(in_head_order([piece.log_sum_exp for piece in attended], groups), axis=1)
