@@ -23,9 +23,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax_kernels import column_sums, compact, devices, extend_attention, ragged_decode_attention
-from kvjax_kernels.compact.api import compact_in_place
-from kvjax_kernels.pooled_selection.api import pooled_attention, select_highest
+from kvjax_kernels import (
+    column_sums,
+    compact,
+    compact_in_place,
+    devices,
+    extend_attention,
+    pooled_attention,
+    ragged_decode_attention,
+    select_highest,
+)
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 

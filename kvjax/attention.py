@@ -9,7 +9,7 @@ from kvjax.rope import Rotation
 from kvjax.state import EMPTY, Rows
 from kvjax_kernels import extend_attention, prefill_attention
 from kvjax_kernels.dispatch import Implementation, implementation_of
-from kvjax_kernels.masking import MASKED
+from kvjax_kernels.log_sum_exps import weights
 
 
 class Asked(NamedTuple):
@@ -47,13 +47,9 @@ def merge(
 
     A piece that saw nothing has a log-sum-exp of -1e30 and counts for nothing.
     """
-    largest = jnp.maximum(log_sum_exp, other_log_sum_exp)
-    weight, other_weight = jnp.exp(log_sum_exp - largest), jnp.exp(other_log_sum_exp - largest)
-    weight = jnp.where(log_sum_exp <= MASKED / 2, 0.0, weight)
-    other_weight = jnp.where(other_log_sum_exp <= MASKED / 2, 0.0, other_weight)
-    total = jnp.maximum(weight + other_weight, jnp.finfo(jnp.float32).tiny)
+    (weight, other_weight), total, merged_log_sum_exp = weights(jnp.stack([log_sum_exp, other_log_sum_exp]), 0)
     merged = output * (weight / total)[..., None] + other_output * (other_weight / total)[..., None]
-    return merged, jnp.where(weight + other_weight > 0, largest + jnp.log(total), MASKED)
+    return merged, merged_log_sum_exp
 
 
 def streaming_prefill_attention(

@@ -5,7 +5,6 @@ import functools
 import re
 import subprocess
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from flax import nnx
 import kvjax
 import kvjax_models
 from kvjax import memory
-from kvjax_kernels.ragged_decode_attention import gpu, tpu_plan, traffic
 
 HALF = kvjax.HeadPattern.of([[0.1, 0.9]] * 2)
 POLICIES = {
@@ -101,41 +99,6 @@ def test_caches_of_prompts_that_went_in_one_after_another_can_be_joined(small):
     assert kvjax.cache_bytes(joined) == kvjax.cache_bytes(together)
     for got, expected in zip(kvjax.kept_positions(joined), kvjax.kept_positions(together), strict=True):
         np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_rows_are_counted_as_the_kernels_load_them(head_dim):
-    rng = np.random.default_rng(0)
-    segments = (700, 40, 2100, 1)
-    slots = sum(segments)
-    shape: dict[str, Any] = {"slots": sum(segments), "head_dim": head_dim, "dtype": "bfloat16"}
-    lengths = np.minimum(rng.integers(0, 2200, (5, 4)), segments).astype(np.int32)
-    lengths[0] = 0
-    starts = np.broadcast_to(np.cumsum((0, *segments[:-1])), lengths.shape).astype(np.int32)
-    kv = jnp.zeros((5, slots, 2 * head_dim), jnp.bfloat16)
-    for cores in (1, 2):
-        plan = tpu_plan.make_plan(kv, 4, segments=segments, cores=cores)
-        loaded = int(tpu_plan.loaded_rows(jnp.asarray(lengths), jnp.asarray(starts), plan).sum())
-        assert traffic.loaded_rows("tpu", lengths, segments=segments, **shape) == loaded
-        assert traffic.loaded_rows("tpu", lengths, starts=starts, **shape) == loaded
-    if head_dim % 32 == 0:
-        loaded = int(gpu.loaded_rows(lengths, longest=max(segments), head_dim=head_dim).sum())
-        assert traffic.loaded_rows("gpu", lengths, segments=segments, **shape) == loaded
-    in_blocks = sum(512 * -(-int(length) // 512) for length in lengths.flat)
-    assert traffic.loaded_rows("xla", lengths, segments=segments, **shape) == in_blocks
-    assert traffic.loaded_rows("xla", lengths, starts=starts, **shape) == in_blocks
-    equal = (slots // 4,) * 4
-    assert traffic.loaded_rows("xla", lengths, segments=equal, **{**shape, "slots": sum(equal)}) == 2 * 5 * sum(equal)
-
-
-def test_where_a_kernel_cannot_plain_jax_is_counted():
-    shape = {"batch": 2, "query_heads": 8, "kv_heads": 2, "slots": 64}
-    assert traffic.backend_for("gpu", head_dim=128, dtype="bfloat16", **shape) == "gpu"
-    assert traffic.backend_for("gpu", head_dim=128, dtype="float32", **shape) == "xla"
-    assert traffic.backend_for("gpu", head_dim=80, dtype="bfloat16", **shape) == "xla"
-    assert traffic.backend_for("tpu", head_dim=80, dtype="float32", **shape) == "tpu"
-    assert traffic.backend_for("tpu", head_dim=128, dtype="float16", **shape) == "xla"
-    assert traffic.backend_for("xla", head_dim=128, dtype="bfloat16", **shape) == "xla"
 
 
 # Parameters, as they are published with the checkpoints.

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 
 def platform(*arguments: Any) -> str:
@@ -30,29 +31,30 @@ def compute_capability(*arguments: Any) -> tuple[int, int] | None:
     return (int(numbers[1]), int(numbers[2])) if numbers else None
 
 
-def missing_nvidia_gpu(*arguments: Any, least: tuple[int, int], only: bool = False) -> str | None:
+def missing_nvidia_gpu(*arguments: Any, least: tuple[int, int] | None = None, only: bool = False) -> str | None:
     """Says why code for NVIDIA GPUs cannot run on the GPU that computes on `arguments`; None if it can.
 
     Where there is no GPU, nothing keeps the code from being compiled for another machine's.
 
     Args:
         arguments: see `platform`.
-        least: the compute capability that it needs.
+        least: the compute capability that it needs; None for any.
         only: whether it needs just this generation, the same first number.
     """
     if platform(*arguments) != "gpu":
         return None
-    capability = compute_capability(*arguments)
-    if capability is not None and least <= capability and (not only or capability[0] == least[0]):
-        return None
+    capability, needed = compute_capability(*arguments), ""
+    fits = capability is not None
+    if least is not None:
+        needed = f" of compute capability {least[0]}.{least[1]}" + ("" if only else " or more")
+        fits = capability is not None and least <= capability < ((least[0] + 1, 0) if only else (99, 0))
     this = getattr(device(*arguments), "compute_capability", "none")
-    needed = f"{least[0]}.{least[1]}" + ("" if only else " or more")
-    return f"it needs an NVIDIA GPU of compute capability {needed}, this one has {this}"
+    return None if fits else f"it needs an NVIDIA GPU{needed}, this one has {this}"
 
 
 def _chosen(arguments: Any) -> Any:
     """The device of the first array, else JAX's default device or its platform's name, else None."""
     for argument in jax.tree.leaves(arguments):
-        if isinstance(argument, jax.Array) and not isinstance(argument, jax.core.Tracer):
+        if isinstance(argument, jax.Array) and not isinstance(argument, Tracer):
             return next(iter(argument.devices()))
     return jax.config.jax_default_device

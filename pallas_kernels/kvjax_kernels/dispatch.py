@@ -2,32 +2,21 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
 
-from kvjax_kernels.devices import compute_capability, platform
+import jax
+import jax.numpy as jnp
+
+from kvjax_kernels.devices import missing_nvidia_gpu, platform
 
 #: Plain JAX that serves as the oracle, plain JAX that is fast, the Pallas kernels, and these in an interpreter.
 IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu", "tpu-interpret", "gpu-interpret")
 
 #: What callers pass on: one name for every operation, names by operation, or None to pick by platform; hashable.
 Implementation = str | tuple[tuple[str, str], ...] | None
-
-#: Why a kernel cannot do what is asked of it, or None if it can.
-Obstacle = Callable[[], str | None]
-
-
-class Choice(NamedTuple):
-    """What runs.
-
-    Attributes:
-        backend: "reference", "xla", "tpu" or "gpu".
-        interpret: whether the kernel runs in its interpreter.
-    """
-
-    backend: str
-    interpret: bool = False
-
 
 _recorder: contextvars.ContextVar[set[tuple[str, str]] | None] = contextvars.ContextVar("recorder", default=None)
 
@@ -43,41 +32,64 @@ def record() -> Iterator[set[tuple[str, str]]]:
         _recorder.reset(token)
 
 
-def choose(operation: str, implementation: str | None, obstacles: Mapping[str, Obstacle]) -> Choice:
-    """The implementation to run.
+def implementation_of(implementation: Implementation, operation: str) -> str | None:
+    """The name for one operation; None where it is not forced."""
+    return dict(implementation).get(operation) if isinstance(implementation, tuple) else implementation
+
+
+def run(operation: str, implementation: str | None, *arrays: Any, **settings: Any) -> Any:
+    """Runs an operation by the module of its folder that is named for the backend, imported only here.
+
+    Such a module has `run(*arrays, **settings)`. That of a kernel, "tpu" or "gpu", takes `interpret` too, and has
+    `unsupported_reason` with the same arguments: why it cannot do this, or None if it can.
 
     Args:
-        operation: its name, for messages and `record`.
+        operation: its name, and its folder's.
         implementation: one of `IMPLEMENTATIONS`; None takes the kernel of the platform where there is one that can
             do this, else "xla".
-        obstacles: for each backend that has a kernel, what keeps it from doing this.
+        arrays: its arrays, which tell the platform where they are concrete; integers become int32.
+        settings: its other arguments.
 
     Raises:
         ValueError: an unknown implementation.
         NotImplementedError: the named implementation cannot do this.
     """
-    if implementation is None:
-        here = platform()
-        # Asked first: what serves no other vendor's GPU may not even be there to import.
-        usable = here in obstacles and not (here == "gpu" and compute_capability() is None)
-        choice = Choice(here if usable and obstacles[here]() is None else "xla")
-    elif implementation not in IMPLEMENTATIONS:
+    if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"`implementation` must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}.")
-    else:
-        backend, _, interpret = implementation.partition("-")
-        choice = Choice(backend, bool(interpret))
-        if backend in ("tpu", "gpu"):
-            if backend not in obstacles:
-                raise NotImplementedError(f"`{operation}` has no {backend.upper()} kernel.")
-            obstacle = obstacles[backend]()
-            if obstacle is not None:
-                raise NotImplementedError(f"the {backend.upper()} kernel of `{operation}` cannot do this: {obstacle}.")
+    arrays, settings = jax.tree.map(_in_32_bits, (arrays, settings))
+    name = implementation or platform(*arrays)
+    backend, _, interpret = name.partition("-")
+    if backend in ("tpu", "gpu"):
+        kernel_settings = settings | {"interpret": bool(interpret)}
+        reason = _unsupported_reason(operation, backend, arrays, kernel_settings)
+        if reason is None:
+            settings = kernel_settings
+        elif implementation is None:
+            name = backend = "xla"
+        else:
+            raise NotImplementedError(reason)
+    elif implementation is None:
+        name = backend = "xla"
     ran = _recorder.get()
     if ran is not None:
-        ran.add((operation, choice.backend + ("-interpret" if choice.interpret else "")))
-    return choice
+        ran.add((operation, name))
+    return importlib.import_module(f"kvjax_kernels.{operation}.{backend}").run(*arrays, **settings)
 
 
-def implementation_of(implementation: Implementation, operation: str) -> str | None:
-    """The name for one operation; None where it is not forced."""
-    return dict(implementation).get(operation) if isinstance(implementation, tuple) else implementation
+def _unsupported_reason(operation: str, backend: str, arrays: Any, settings: dict[str, Any]) -> str | None:
+    """Why a kernel cannot do this, in a sentence; None if it can."""
+    module = f"kvjax_kernels.{operation}.{backend}"
+    if importlib.util.find_spec(module) is None:
+        return f"`{operation}` has no {backend.upper()} kernel."
+    reason = None
+    if backend == "gpu" and not settings["interpret"]:
+        # Asked first: what serves no other vendor's GPU may not even be there to import.
+        reason = missing_nvidia_gpu(*arrays)
+    reason = reason or importlib.import_module(module).unsupported_reason(*arrays, **settings)
+    return reason and f"the {backend.upper()} kernel of `{operation}` cannot do this: {reason}."
+
+
+def _in_32_bits(value: Any) -> Any:
+    """Integers as kernels take them: under `jax_enable_x64` a caller's may have 64 bits."""
+    wide = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer) and value.dtype != jnp.int32
+    return value.astype(jnp.int32) if wide else value

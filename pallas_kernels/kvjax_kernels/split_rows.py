@@ -27,6 +27,11 @@ def head_groups(segments: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(h for h, slots in enumerate(segments) if slots == size) for size in dict.fromkeys(segments)]
 
 
+def head_starts(segments: tuple[int, ...]) -> tuple[int, ...]:
+    """The first slot of each KV head's segment."""
+    return tuple(sum(segments[:head]) for head in range(len(segments)))
+
+
 def split_rows(kv: Float[Array, "B S twoD"], segments: tuple[int, ...]) -> SplitRows:
     """The rows taken apart; `segments` are the slots of each KV head, one after another along S."""
     batch, _, width = kv.shape
@@ -94,7 +99,7 @@ def _grouped(
     groups = head_groups(segments)
     if len(groups) == 1:
         return [(groups[0], kv)]
-    starts = [sum(segments[:head]) for head in range(len(segments))]
+    starts = head_starts(segments)
     return [
         (heads, jnp.concatenate([kv[:, starts[head] : starts[head] + segments[head]] for head in heads], axis=1))
         for heads in groups

@@ -11,7 +11,7 @@ import pytest
 from kvjax_kernels import column_sums
 from kvjax_kernels.column_sums import gpu
 
-kernel = jax.jit(functools.partial(gpu.column_sums, interpret=True))
+kernel = jax.jit(functools.partial(gpu.run, interpret=True))
 
 
 def case(lengths, slots, *, head_dim, group, dtype, start=0) -> tuple[jax.Array, ...]:
@@ -71,7 +71,7 @@ def test_compiles_without_a_copy_or_a_spill(
     kv = jax.ShapeDtypeStruct((batch, kv_heads, length, 2 * head_dim), jnp.bfloat16)
     compiled = compile_for(
         "h100",
-        gpu.column_sums,
+        gpu.run,
         jax.ShapeDtypeStruct((batch, length, query_heads, head_dim), jnp.bfloat16),
         kv,
         jax.ShapeDtypeStruct((batch, query_heads, length), jnp.float32),

@@ -11,7 +11,7 @@ from kvjax_kernels import column_sums
 from kvjax_kernels.column_sums import tpu
 from kvjax_kernels.column_sums.tiles import NOWHERE, visible_tiles
 
-kernel = jax.jit(functools.partial(tpu.column_sums, query_block=128, key_block=128, interpret=True))
+kernel = jax.jit(functools.partial(tpu.run, query_block=128, key_block=128, interpret=True))
 
 
 def case(lengths, width, slots, *, head_dim=64, group=3, kv_heads=2, dtype="float32", start=0, poison=True):
@@ -98,7 +98,7 @@ def test_compiles_without_a_copy_of_the_rows(compile_for, chip, batch, query_hea
     kv = jax.ShapeDtypeStruct((batch, kv_heads, length, 2 * head_dim), jnp.bfloat16)
     compiled = compile_for(
         chip,
-        tpu.column_sums,
+        tpu.run,
         query,
         kv,
         jax.ShapeDtypeStruct((batch, query_heads, length), jnp.float32),

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax_kernels import compact
-from kvjax_kernels.compact.api import compact_in_place
+from kvjax_kernels import compact, compact_in_place
 
 
 def bits(x) -> np.ndarray:

@@ -10,9 +10,11 @@ import pytest
 
 from kvjax_kernels import compact
 from kvjax_kernels.compact import gpu, reference
+from kvjax_kernels.compact_in_place import gpu as in_place
+from kvjax_kernels.compact_in_place import reference as in_place_reference
 
-interpreted = jax.jit(functools.partial(gpu.compact, interpret=True))
-interpreted_in_place = jax.jit(functools.partial(gpu.compact_in_place, interpret=True))
+interpreted = jax.jit(functools.partial(gpu.run, interpret=True))
+interpreted_in_place = jax.jit(functools.partial(in_place.run, interpret=True))
 
 
 def bits(x) -> np.ndarray:
@@ -31,7 +33,7 @@ def test_rows_are_those_of_the_reference_bit_by_bit(dtype, width, count):
     source = np.sort([rng.permutation(200)[:count] for _ in range(2)], axis=1).astype(np.int32)
     source[0, count * 5 // 6 :], source[1, : count // 2] = -1, -1
     arguments = rows, jnp.asarray(source)
-    np.testing.assert_array_equal(bits(interpreted(*arguments)), bits(reference.compact(*arguments)))
+    np.testing.assert_array_equal(bits(interpreted(*arguments)), bits(reference.run(*arguments)))
 
 
 @pytest.mark.parametrize(("dtype", "width", "size"), [("bfloat16", 128, 16), ("float32", 32, 90)])
@@ -46,7 +48,7 @@ def test_pages_are_those_of_the_reference_bit_by_bit(dtype, width, size):
         source[head, : kept[head]] = np.sort(rng.permutation(held[head])[: kept[head]])
     pages = jnp.asarray(rng.normal(size=(3 * most, size, width)), dtype).at[:, ::5].set(jnp.nan)
     arguments = pages, jnp.asarray(table), jnp.asarray(source)
-    np.testing.assert_array_equal(bits(interpreted_in_place(*arguments)), bits(reference.compact_in_place(*arguments)))
+    np.testing.assert_array_equal(bits(interpreted_in_place(*arguments)), bits(in_place_reference.run(*arguments)))
 
 
 def test_says_what_it_cannot_do():
@@ -67,7 +69,7 @@ def registers(report: str) -> int:
 def test_compiles_without_a_copy_or_a_spill(compile_for, capfd, monkeypatch, batch, rows, kept, width):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     cache = jax.ShapeDtypeStruct((batch, rows, width), jnp.bfloat16)
-    compiled = compile_for("h100", gpu.compact, cache, jax.ShapeDtypeStruct((batch, kept), jnp.int32))
+    compiled = compile_for("h100", gpu.run, cache, jax.ShapeDtypeStruct((batch, kept), jnp.int32))
     assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * batch * rows * width * 2
     assert registers(capfd.readouterr().out) < 64
 
@@ -78,7 +80,7 @@ def test_pages_are_compacted_where_they_lie(compile_for, capfd, monkeypatch, pag
     table = jax.ShapeDtypeStruct((8, pages // 8), jnp.int32)
     source = jax.ShapeDtypeStruct((8, 2048), jnp.int32)
     cache = jax.ShapeDtypeStruct((pages, size, width), jnp.bfloat16)
-    memory = compile_for("h100", gpu.compact_in_place, cache, table, source, donate_argnums=0).memory_analysis()
+    memory = compile_for("h100", in_place.run, cache, table, source, donate_argnums=0).memory_analysis()
     total = pages * size * width * 2
     assert memory.alias_size_in_bytes == total
     assert memory.temp_size_in_bytes < 0.01 * total

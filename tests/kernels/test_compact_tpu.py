@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax_kernels import compact
+from kvjax_kernels import compact, compact_in_place
 from kvjax_kernels.compact import reference, tpu
-from kvjax_kernels.compact.api import compact_in_place
+from kvjax_kernels.compact_in_place import reference as in_place_reference
+from kvjax_kernels.compact_in_place import tpu as in_place
 
-interpreted = jax.jit(functools.partial(tpu.compact, tile=16, interpret=True))
-interpreted_in_place = jax.jit(functools.partial(tpu.compact_in_place, tile=16, interpret=True))
+interpreted = jax.jit(functools.partial(tpu.run, tile=16, interpret=True))
+interpreted_in_place = jax.jit(functools.partial(in_place.run, tile=16, interpret=True))
 
 
 def bits(x) -> np.ndarray:
@@ -38,7 +39,7 @@ def test_rows_are_those_of_the_reference_bit_by_bit(dtype, width, count):
     # The last row's first tile, where it is whole, is all gaps.
     source[0, count * 5 // 6 :], source[1, : min(count // 2, 16)] = -1, -1
     arguments = rows, jnp.asarray(source)
-    np.testing.assert_array_equal(bits(interpreted(*arguments)), bits(reference.compact(*arguments)))
+    np.testing.assert_array_equal(bits(interpreted(*arguments)), bits(reference.run(*arguments)))
 
 
 @pytest.mark.parametrize(("dtype", "width", "size"), [("bfloat16", 128, 24), ("float32", 192, 72)])
@@ -53,7 +54,7 @@ def test_pages_are_those_of_the_reference_bit_by_bit(dtype, width, size):
         source[head, : kept[head]] = np.sort(rng.permutation(held[head])[: kept[head]])
     pages = jnp.asarray(rng.normal(size=(3 * most, size, width)), dtype).at[:, ::5].set(jnp.nan)
     arguments = pages, jnp.asarray(table), jnp.asarray(source)
-    np.testing.assert_array_equal(bits(interpreted_in_place(*arguments)), bits(reference.compact_in_place(*arguments)))
+    np.testing.assert_array_equal(bits(interpreted_in_place(*arguments)), bits(in_place_reference.run(*arguments)))
 
 
 @pytest.mark.usefixtures("no_shape_checks")
@@ -78,7 +79,7 @@ def test_says_what_it_cannot_do():
 )
 def test_compiles_without_a_copy_of_the_rows(compile_for, chip, batch, rows, kept, width):
     cache = jax.ShapeDtypeStruct((batch, rows, width), jnp.bfloat16)
-    compiled = compile_for(chip, tpu.compact, cache, jax.ShapeDtypeStruct((batch, kept), jnp.int32))
+    compiled = compile_for(chip, tpu.run, cache, jax.ShapeDtypeStruct((batch, kept), jnp.int32))
     text = f"= bf16[{batch},{rows},{width}]"
     assert not [line for line in compiled.as_text().splitlines() if text in line and " copy(" in line]
     assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * batch * rows * width * 2
@@ -90,7 +91,7 @@ def test_pages_are_compacted_where_they_lie(compile_for, chip, pages, size, widt
     table = jax.ShapeDtypeStruct((heads, pages // heads), jnp.int32)
     source = jax.ShapeDtypeStruct((heads, 2048), jnp.int32)
     cache = jax.ShapeDtypeStruct((pages, size, width), jnp.bfloat16)
-    memory = compile_for(chip, tpu.compact_in_place, cache, table, source, donate_argnums=0).memory_analysis()
+    memory = compile_for(chip, in_place.run, cache, table, source, donate_argnums=0).memory_analysis()
     total = pages * size * width * 2
     assert memory.alias_size_in_bytes == total
     assert memory.temp_size_in_bytes < 0.05 * total

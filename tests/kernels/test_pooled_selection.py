@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax_kernels.pooled_selection.api import pooled_attention, pooled_selection, select_highest
+from kvjax_kernels import pooled_attention, pooled_selection, select_highest
 
 PLAIN = {"excluded": 0, "kernel": 1, "pooling": "max", "group_reduce": "mean", "reduce": "before_pooling"}
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}

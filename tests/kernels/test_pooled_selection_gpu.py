@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax_kernels.pooled_selection import gpu
-from kvjax_kernels.pooled_selection.api import pooled_attention, pooled_selection, select_highest
+from kvjax_kernels import mosaic_gpu, pooled_attention, pooled_selection, select_highest
 
 SETTINGS = ("excluded", "kernel", "pooling", "group_reduce", "reduce")
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -53,7 +52,7 @@ def test_scores_are_those_of_the_reference(head_dim, group, window, slots, lengt
     assert np.isfinite(actual).all()
     largest = (np.abs(actual - wanted) / np.maximum(wanted, 1e-12)).max()
     assert largest <= LIMITS[dtype], f"the largest relative difference is {largest:.1e}"
-    assert gpu.count_parts(1, 1100, 128) == 2
+    assert mosaic_gpu.count_parts(1, -(-1100 // 128), thread_blocks=4) == 2
 
 
 @functools.cache
@@ -85,7 +84,7 @@ def test_the_set_is_that_of_the_reference(kind):
 @pytest.mark.parametrize(
     ("query", "kv", "reason"),
     [
-        ((1, 4, 8, 64, "float32"), (1, 2, 50, 128, "float32"), "take bfloat16 or float16 rows, not float32"),
+        ((1, 4, 8, 64, "float32"), (1, 2, 50, 128, "float32"), "take bfloat16 or float16, not float32"),
         ((1, 4, 8, 80, "bfloat16"), (1, 2, 50, 160, "bfloat16"), "a multiple of 32 up to 256, not 80"),
         ((1, 64, 64, 128, "bfloat16"), (1, 2, 50, 256, "bfloat16"), "at most 512 queries .* not 2048"),
     ],

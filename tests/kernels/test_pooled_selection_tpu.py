@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax_kernels.pooled_selection import tpu
-from kvjax_kernels.pooled_selection.api import pooled_attention, pooled_selection, select_highest
+from kvjax_kernels import pooled_attention, pooled_selection, select_highest
+from kvjax_kernels.pooled_attention import tpu
 
 SETTINGS = ("excluded", "kernel", "pooling", "group_reduce", "reduce")
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}

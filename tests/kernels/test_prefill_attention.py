@@ -13,6 +13,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from kvjax_kernels import extend_attention, prefill_attention
 from kvjax_kernels.blocks import Tile
+from kvjax_kernels.extend_attention import xla as extend_xla
 from kvjax_kernels.prefill_attention import tpu, xla
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -165,12 +166,13 @@ def test_new_tokens_see_cached_ones_by_position(queries, slots, window):
 @pytest.mark.parametrize("tile", [Tile(1, 32, 64), Tile(2, 64, 32), Tile(3, 64, 64), Tile(6, 150, 32)], ids=str)
 @pytest.mark.parametrize("window", [None, 40])
 def test_any_tile_gives_the_same_attention(tile, window, monkeypatch):
-    monkeypatch.setattr(xla, "choose_tile", lambda *_: tile)
+    for module in (xla, extend_xla):
+        monkeypatch.setattr(module, "choose_tile", lambda *_: tile)
     arrays = prompt(150, kv_heads=3)
-    result = inspect.unwrap(xla.prefill_attention)(*arrays, window=window)
+    result = inspect.unwrap(xla.run)(*arrays, window=window)
     assert_equal_to(result, causal(*arrays, window=window))
     arrays = further_tokens(150, 150, kv_heads=3)
-    result = inspect.unwrap(xla.extend_attention)(*map(jnp.asarray, arrays), window=window)
+    result = inspect.unwrap(extend_xla.run)(*map(jnp.asarray, arrays), window=window)
     assert_equal_to(result, by_position(*arrays, window=window))
 
 
@@ -184,7 +186,7 @@ def test_tiles_are_chosen_by_how_many_there_are(length, window, monkeypatch):
         return Tile(1, 32, 32)
 
     monkeypatch.setattr(xla, "choose_tile", choose)
-    jax.eval_shape(functools.partial(inspect.unwrap(xla.prefill_attention), window=window), *prompt(length))
+    jax.eval_shape(functools.partial(inspect.unwrap(xla.run), window=window), *prompt(length))
     starts = np.arange(0, length, 32)
     # Tiles on and below the diagonal, whose oldest query sees their newest key.
     seen = starts[:, None] >= starts
@@ -205,7 +207,7 @@ def test_the_whole_prompt_as_new_tokens_is_a_prompt():
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (128, 1)])
 def test_splash_is_the_same_attention(head_dim, group, window):
     arrays = prompt(256, head_dim, group, kv_heads=1)
-    result = tpu.prefill_attention(*arrays, window=window, interpret=True)
+    result = tpu.run(*arrays, window=window, interpret=True)
     wanted = prefill(*arrays, window=window, implementation="reference")
     assert_equal_to(result, (np.asarray(x) for x in wanted))
 

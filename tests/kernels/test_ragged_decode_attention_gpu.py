@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from kvjax_kernels import ragged_decode_attention
+from kvjax_kernels import mosaic_gpu, ragged_decode_attention
 from kvjax_kernels.ragged_decode_attention import gpu
-from kvjax_kernels.ragged_decode_attention.parts import combine
+from kvjax_kernels.split_rows import head_starts
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
 # The interpreter's programs run once: compiling them is most of the time.
@@ -22,11 +22,11 @@ QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pass
 
 def attend(query, kv, lengths, *, own_key=None, own_value=None, token_attention=True, **settings):
     """`ragged_decode_attention` by the interpreted kernel, float32 rows too."""
-    slots, where = kv.shape[1], {name: settings.get(name) for name in ("segments", "starts")}
-    settings = {"sink_query": None, "sinks": 0, "scale": 0.2, **settings, **where}
-    parts = gpu.attend_parts(query, kv, lengths, **settings, scores=token_attention, interpret=True)
-    own = {"own_key": own_key, "own_value": own_value, "scale": settings["scale"]}
-    return combine(parts, query, lengths, slots=slots, **where, **own)
+    settings = {"segments": None, "sink_query": None, "sinks": 0, "scale": 0.2, **settings}
+    if "starts" not in settings:
+        settings["starts"] = jnp.broadcast_to(jnp.asarray(head_starts(settings["segments"]))[None], lengths.shape)
+    settings |= {"own_key": own_key, "own_value": own_value, "token_attention": token_attention}
+    return gpu.run(query, kv, lengths, **settings, interpret=True)
 
 
 def arrays(head_dim, group, lengths, segments=None, starts=None, *, sinks=0, own=False, dtype="float32"):
@@ -73,6 +73,12 @@ def softmax(starts, lengths, sinks, query, kv, sink_query=None, own_key=None, ow
     return dict(zip(names, flat, strict=True))
 
 
+def parts(heads: int, longest: int, head_dim: int) -> int:
+    """Parts of each head's tokens."""
+    blocks = -(-longest // gpu.block_rows(head_dim))
+    return mosaic_gpu.count_parts(heads, blocks, thread_blocks=gpu._THREAD_BLOCKS)
+
+
 def interpreted(function, settings):
     return jax.jit(functools.partial(function, **settings), compiler_options=QUICKLY)
 
@@ -107,7 +113,7 @@ def test_every_row_may_have_starts_of_its_own():
     result = interpreted(attend, settings | {"token_attention": False})(**given)
     assert result.token_attention is None
     assert_equal_to(result, wanted, "float32")
-    assert gpu.count_parts(6, 640, 128) > 1
+    assert parts(6, 640, 128) > 1
 
 
 @pytest.mark.parametrize(
@@ -132,17 +138,16 @@ def test_loads_whole_blocks_up_to_each_length(monkeypatch):
     lengths = np.asarray([[0, 1], [64, 321]], np.int32)
     given, settings, _ = arrays(128, 1, lengths, (64, 700))
     jax.block_until_ready(interpreted(attend, settings | {"token_attention": False})(**given))
-    rows = gpu.loaded_rows(lengths, longest=700, head_dim=128)
-    np.testing.assert_array_equal(rows, [[0, 64], [64, 384]])
+    rows = np.asarray([[0, 64], [64, 384]])
     # In float32 a row of the queries is four tiles wide, of the cache eight.
-    programs = lengths.size * gpu.count_parts(lengths.size, 700, 128)
+    programs = lengths.size * parts(lengths.size, 700, 128)
     assert len(copies) == 4 * programs + 8 * rows.sum() // gpu.block_rows(128)
 
 
-@pytest.mark.parametrize("parts", [1, 3, 8])
-def test_parts_share_out_each_heads_own_blocks(parts):
+@pytest.mark.parametrize("number", [1, 3, 8])
+def test_parts_share_out_each_heads_own_blocks(number):
     for length in (0, 1, 64, 65, 449, 8192):
-        shares = [gpu.share(length, part, parts=parts, block=64) for part in range(parts)]
+        shares = [mosaic_gpu.share(length, part, parts=number, block=64) for part in range(number)]
         taken = [block for first, count in shares for block in range(first, first + count)]
         assert taken == list(range(-(-length // 64)))
         counts = [count for _, count in shares]
@@ -150,10 +155,10 @@ def test_parts_share_out_each_heads_own_blocks(parts):
 
 
 def test_parts_fill_the_chip_and_no_more():
-    assert gpu.count_parts(8, 131072, 128) == 99
-    assert gpu.count_parts(256, 8192, 128) == 4
-    assert gpu.count_parts(1024, 8192, 128) == 1
-    assert gpu.count_parts(8, 300, 128) == 1
+    assert parts(8, 131072, 128) == 99
+    assert parts(256, 8192, 128) == 4
+    assert parts(1024, 8192, 128) == 1
+    assert parts(8, 300, 128) == 1
 
 
 DUO = (320, 8256, 320, 8256, 8256, 320, 8256, 8256)
@@ -249,7 +254,7 @@ def assert_fits(report):
 @pytest.mark.parametrize(
     ("head_dim", "group", "dtype", "message"),
     [
-        (64, 1, "float32", "the tensor cores take bfloat16 or float16 rows, not float32"),
+        (64, 1, "float32", "the tensor cores take bfloat16 or float16, not float32"),
         (80, 1, "bfloat16", "the head size must be a multiple of 32 up to 256, not 80"),
         (512, 1, "bfloat16", "the head size must be a multiple of 32 up to 256, not 512"),
         (64, 33, "bfloat16", "at most 32 query heads may share a KV head, not 33"),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvjax_kernels import ragged_decode_attention
-from kvjax_kernels.ragged_decode_attention import tpu, tpu_plan
+from kvjax_kernels.ragged_decode_attention import tpu, tpu_plan, traffic
+from kvjax_kernels.split_rows import head_starts
 
 BLOCK = 128
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
@@ -128,12 +129,18 @@ def plan(slots, kv_heads=3, head_dim=64, rows=2, cores=2, segments=None):
 def test_loads_follow_lengths(starts, lengths, slots, cores):
     starts, lengths = np.asarray(starts, np.int32), np.asarray(lengths, np.int32)
     settings = plan(slots, cores=cores)
-    rows = np.asarray(tpu_plan.loaded_rows(jnp.asarray(lengths), jnp.asarray(starts), settings))
     spans = [tpu_plan.span(jnp.asarray(starts), jnp.asarray(lengths), part, settings) for part in range(settings.parts)]
-    blocks = sum(np.asarray(span.last - span.first) for span in spans)
+    blocks = np.sum([np.asarray(span.last - span.first) for span in spans], axis=0)
     assert np.all(blocks <= -(-lengths // BLOCK) + (starts % 8 != 0))
     # The tiles of eight slots that the head touches, and nothing else.
-    assert np.array_equal(rows, np.where(lengths > 0, -(-(starts + lengths) // 8) * 8 - starts // 8 * 8, 0))
+    tiles = np.where(lengths > 0, -(-(starts + lengths) // 8) * 8 - starts // 8 * 8, 0)
+    assert traffic.loaded_rows("tpu", lengths, starts=starts, slots=slots, head_dim=64, dtype="bfloat16") == tiles.sum()
+    copied = np.zeros_like(lengths)
+    for span in spans:
+        for index in range(int(np.max(span.last))):
+            inside = (index >= span.first) & (index < span.last)
+            copied += np.where(inside, tpu_plan.loaded_slots(span, index, settings), 0)
+    np.testing.assert_array_equal(copied, tiles)
 
 
 @pytest.mark.usefixtures("no_shape_checks")
@@ -182,7 +189,7 @@ def test_compiles_without_a_copy_of_the_cache(compile_for, chip, model, rows, se
             kv,
             lengths,
             segments=None if shared else segments,
-            starts=starts if shared else None,
+            starts=starts if shared else jnp.broadcast_to(jnp.asarray(head_starts(segments))[None], lengths.shape),
             scale=head_dim**-0.5,
             sink_query=query if sinks else None,
             sinks=sinks,

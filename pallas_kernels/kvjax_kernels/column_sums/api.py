@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
-from kvjax_kernels.dispatch import choose
+from kvjax_kernels.dispatch import run
 
 
 def column_sums(
@@ -43,32 +43,4 @@ def column_sums(
             f"`query` [B, T, N, D], `kv` [B, K, S, 2D] of the same dtype and `log_sum_exp` [B, N, T] must agree, "
             f"got {query.dtype} {query.shape}, {kv.dtype} {kv.shape} and {log_sum_exp.shape}."
         )
-
-    def no_tpu() -> str | None:
-        from kvjax_kernels.column_sums import tpu
-
-        return tpu.obstacle(query, kv)
-
-    def no_gpu() -> str | None:
-        from kvjax_kernels.column_sums import gpu
-
-        return gpu.obstacle(query, kv, interpret=implementation == "gpu-interpret")
-
-    choice = choose("column_sums", implementation, {"tpu": no_tpu, "gpu": no_gpu})
-    arguments = query, kv, log_sum_exp, query_positions, key_positions
-    # Imported here, so that a backend's module is loaded only where it is used.
-    if choice.backend == "xla":
-        from kvjax_kernels.column_sums import xla
-
-        return xla.column_sums(*arguments)
-    if choice.backend == "reference":
-        from kvjax_kernels.column_sums import reference
-
-        return reference.column_sums(*arguments)
-    if choice.backend == "tpu":
-        from kvjax_kernels.column_sums import tpu
-
-        return tpu.column_sums(*arguments, interpret=choice.interpret)
-    from kvjax_kernels.column_sums import gpu
-
-    return gpu.column_sums(*arguments, interpret=choice.interpret)
+    return run("column_sums", implementation, query, kv, log_sum_exp, query_positions, key_positions)

@@ -4,6 +4,7 @@ Scores stand with a key to a row and a query to a column, so that a key's sum st
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +25,17 @@ _KEYS = 2 * _ROWS
 _STAGES = 2
 # Rows of a tile in shared memory.
 _TILE_ROWS = 8
-_LARGEST_HEAD = 256
 _LAYOUT = plgpu.Layout.WGMMA
 
 
-def obstacle(query: Float[Array, "B T N D"], kv: Float[Array, "B K S twoD"], *, interpret: bool = False) -> str | None:
-    """Why the kernel cannot do this; None if it can. Only the interpreter takes float32."""
-    head_dim = query.shape[3]
-    if query.dtype not in (jnp.bfloat16, jnp.float16) and not (interpret and query.dtype == jnp.float32):
-        return f"the tensor cores take bfloat16 or float16, not {query.dtype}"
-    if head_dim % mosaic_gpu.COLUMNS or head_dim > _LARGEST_HEAD:
-        return f"the head size must be a multiple of {mosaic_gpu.COLUMNS} up to {_LARGEST_HEAD}, not {head_dim}"
+def unsupported_reason(query: Float[Array, "B T N D"], *_: Any, interpret: bool) -> str | None:
+    """Why the kernel cannot do this; None if it can."""
     # The products of four warps together are an instruction of this generation alone.
-    return None if interpret else missing_nvidia_gpu(query, least=(9, 0), only=True)
+    missing = None if interpret else missing_nvidia_gpu(query, least=mosaic_gpu.OLDEST, only=True)
+    return mosaic_gpu.unsupported_heads(query.dtype, query.shape[3], interpret=interpret) or missing
 
 
-def column_sums(
+def run(
     query: Float[Array, "B T N D"],
     kv: Float[Array, "B K S twoD"],
     log_sum_exp: Float[Array, "B N T"],
@@ -55,7 +51,7 @@ def column_sums(
     # Larger heads leave shared memory for fewer queries.
     block = 128 if head_dim <= 128 else 64
     width = mosaic_gpu.tile_width(head_dim, query.dtype)
-    tiled = _tiles(width, query.dtype)
+    tiled = mosaic_gpu.tile(width, query.dtype, rows=_TILE_ROWS)
     # Powers of two are cheaper than of e.
     scale = head_dim**-0.5 * math.log2(math.e)
     # A tile of eight rows must not reach past the end: other lengths are copied, which is little beside the products.
@@ -149,9 +145,3 @@ def column_sums(
         tiles.last,
     )
     return sums[:, :, :slots]
-
-
-def _tiles(width: int, dtype: jax.typing.DTypeLike) -> tuple:
-    """The layout in shared memory that a group of warps multiplies from."""
-    swizzle = width * jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((_TILE_ROWS, width)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]

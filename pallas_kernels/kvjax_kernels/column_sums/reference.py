@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def column_sums(
+def run(
     query: Float[Array, "B T N D"],
     kv: Float[Array, "B K S twoD"],
     log_sum_exp: Float[Array, "B N T"],

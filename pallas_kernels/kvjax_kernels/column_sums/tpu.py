@@ -1,6 +1,7 @@
 """The TPU kernel: a tile of scores at a time, keys down the sublanes and queries along the lanes."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax_kernels.blocks import pad_to
 from kvjax_kernels.column_sums.tiles import NOWHERE, visible_tiles
+from kvjax_kernels.tpu_layout import LANES, interpreter, round_up
 
-_LANES = 128
 _KEY_BLOCK = 1024
 # Queries of a group's heads in one tile: with the next tile on its way they take a quarter of 16 MiB of VMEM.
 _QUERY_BYTES = 2 * 2**20
@@ -19,8 +20,10 @@ _QUERY_BYTES = 2 * 2**20
 _MOST_BLOCKS = 2**17
 
 
-def obstacle(query: Float[Array, "B T N D"], kv: Float[Array, "B K S twoD"]) -> str | None:
-    """Why the kernel cannot do this, or None if it can."""
+def unsupported_reason(
+    query: Float[Array, "B T N D"], kv: Float[Array, "B K S twoD"], *_: Any, **__: Any
+) -> str | None:
+    """Why the kernel cannot do this; None if it can."""
     if query.dtype not in (jnp.float32, jnp.bfloat16):
         return f"it takes float32 and bfloat16, got {query.dtype}"
     batch, kv_heads, slots = kv.shape[:3]
@@ -30,7 +33,7 @@ def obstacle(query: Float[Array, "B T N D"], kv: Float[Array, "B K S twoD"]) -> 
     return None
 
 
-def column_sums(
+def run(
     query: Float[Array, "B T N D"],
     kv: Float[Array, "B K S twoD"],
     log_sum_exp: Float[Array, "B N T"],
@@ -57,7 +60,7 @@ def column_sums(
     kv_heads, slots = key_positions.shape[1:]
     group = query_heads // kv_heads
     query_block = query_block or _query_block(length, group * head_dim * query.dtype.itemsize)
-    key_block = key_block or min(_KEY_BLOCK, pl.cdiv(slots, _LANES) * _LANES)
+    key_block = key_block or min(_KEY_BLOCK, round_up(slots, LANES))
     log_sum_exp = pad_to(log_sum_exp, 2, query_block, fill=0)
     places = pad_to(query_positions.astype(jnp.int32), 1, query_block, fill=-1)
     # An empty slot stands past every query: one comparison masks all.
@@ -76,7 +79,7 @@ def column_sums(
         del i, first, last
         return jnp.minimum(j, last_keys[b * kv_heads + k])
 
-    width = head_dim if head_dim % _LANES == 0 else 2 * head_dim
+    width = head_dim if head_dim % LANES == 0 else 2 * head_dim
     sums = pl.pallas_call(
         functools.partial(_kernel, kv_heads=kv_heads),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -91,13 +94,13 @@ def column_sums(
             ],
             out_specs=pl.BlockSpec((None, None, 1, key_block), lambda b, k, j, *_: (b, k, 0, j)),
             scratch_shapes=[
-                pltpu.VMEM((key_block, _LANES), jnp.float32),
-                pltpu.VMEM((key_block, _LANES), jnp.int32),
+                pltpu.VMEM((key_block, LANES), jnp.float32),
+                pltpu.VMEM((key_block, LANES), jnp.int32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, 1, columns.shape[2]), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=interpreter(interpret),
         name="column_sums",
     )(
         tiles.first.reshape(-1),
@@ -114,8 +117,8 @@ def column_sums(
 
 def _query_block(length: int, bytes_of_group: int) -> int:
     """Whole lanes of queries, not many more than there are."""
-    lanes = max(1, min(_QUERY_BYTES // (bytes_of_group * _LANES), 4))
-    return _LANES * min(lanes, pl.cdiv(length, _LANES))
+    lanes = max(1, min(_QUERY_BYTES // (bytes_of_group * LANES), 4))
+    return LANES * min(lanes, pl.cdiv(length, LANES))
 
 
 def _kernel(
@@ -131,7 +134,7 @@ def _kernel(
     @pl.when(i == 0)
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
-        turned_ref[...] = jnp.broadcast_to(columns_ref[...], (_LANES, key_block)).T
+        turned_ref[...] = jnp.broadcast_to(columns_ref[...], (LANES, key_block)).T
 
     @pl.when((i >= first[(b * kv_heads + k) * pl.num_programs(2) + j]) & (i <= last[b]))
     def _():
@@ -140,8 +143,8 @@ def _kernel(
 
         def add_head(head, _):
             total = jnp.zeros_like(sums_ref)
-            for start in range(0, query_block, _LANES):
-                lanes = pl.ds(start, _LANES)
+            for start in range(0, query_block, LANES):
+                lanes = pl.ds(start, LANES)
                 # Scaled and rounded as prefill attention does: the log-sum-exps are of these scores.
                 queries = query_ref[head, lanes, :].astype(jnp.float32) * head_dim**-0.5
                 scores = jax.lax.dot_general(

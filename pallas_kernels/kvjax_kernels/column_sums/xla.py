@@ -13,7 +13,7 @@ _LATEST = jnp.iinfo(jnp.int32).max
 
 
 @jax.jit
-def column_sums(
+def run(
     query: Float[Array, "B T N D"],
     kv: Float[Array, "B K S twoD"],
     log_sum_exp: Float[Array, "B N T"],

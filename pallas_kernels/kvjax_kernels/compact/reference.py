@@ -1,26 +1,10 @@
-"""The oracle: index, and put."""
+"""The oracle: indexing."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def compact(rows: Float[Array, "B M W"], source: Int[Array, "B C"]) -> Float[Array, "B C W"]:
+def run(rows: Float[Array, "B M W"], source: Int[Array, "B C"]) -> Float[Array, "B C W"]:
     """See `api.compact`."""
     taken = rows[jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None], source]
     return jnp.where(source[..., None] >= 0, taken, jnp.zeros((), rows.dtype))
-
-
-def compact_in_place(
-    pages: Float[Array, "P R W"], table: Int[Array, "H N"], source: Int[Array, "H C"]
-) -> Float[Array, "P R W"]:
-    """See `api.compact_in_place`; the slots of all heads are gathered at once."""
-    number, size, _ = pages.shape
-    count = table.shape[1] * size
-    slots = jnp.arange(count, dtype=jnp.int32)[None]
-    wanted = jnp.pad(source, ((0, 0), (0, count - source.shape[1])), constant_values=-1)
-    wanted = jnp.where(wanted >= 0, wanted, slots)
-    heads = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None]
-    held = pages[table].reshape(table.shape[0], count, -1)
-    moved = held[heads, wanted].reshape(*table.shape, *pages.shape[1:])
-    # A head's missing pages are written nowhere.
-    return pages.at[jnp.where(table >= 0, table, number)].set(moved, mode="drop")

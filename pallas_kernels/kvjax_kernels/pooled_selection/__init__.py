@@ -1,1 +1,1 @@
-"""The tokens that the last queries attend to: their votes, pooled along the tokens, and the highest of them."""
+"""The tokens that the last queries attend to most: `pooled_attention`, then `select_highest`."""

@@ -21,7 +21,7 @@ def protect(
     """
     held = positions >= 0
     order = jnp.arange(positions.shape[2], dtype=jnp.int32)[None, None]
-    last = order >= held.sum(-1, keepdims=True, dtype=jnp.int32) - recent[..., None]
+    last = order >= held.sum(-1, keepdims=True, dtype=jnp.int32) - recent.astype(jnp.int32)[..., None]
     scores = jnp.where((positions < sinks) | last, PROTECTED, scores)
     return jnp.where(held, scores, ABSENT)
 

@@ -1,6 +1,7 @@
 """cuDNN's flash attention, through `jax.nn.dot_product_attention`."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ from kvjax_kernels.devices import compute_capability, missing_nvidia_gpu
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
-def obstacle(query: Float[Array, "B T N D"], *, interpret: bool = False) -> str | None:
-    """What keeps cuDNN's attention from doing this, if anything."""
+def unsupported_reason(query: Float[Array, "B T N D"], *_: Any, interpret: bool, **__: Any) -> str | None:
+    """Why cuDNN cannot do this, by the limits that JAX has for it; None if it can."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN's attention takes bfloat16 or float16, not {query.dtype}"
     if interpret:
@@ -26,15 +27,17 @@ def obstacle(query: Float[Array, "B T N D"], *, interpret: bool = False) -> str 
     return missing_nvidia_gpu(query, least=_AMPERE)
 
 
-def prefill_attention(
+def run(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     *,
     window: int | None,
     log_sum_exp: bool,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"] | None]:
     """See `api.prefill_attention`."""
+    del interpret
     attend = functools.partial(
         jax.nn.dot_product_attention,
         query,

@@ -1,23 +1,24 @@
 """The oracle: the whole matrix of scores, for short prompts."""
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax_kernels.masking import MASKED
+from kvjax_kernels.extend_attention import reference
 
 
-def prefill_attention(
+def run(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     *,
     window: int | None,
+    log_sum_exp: bool = True,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """See `api.prefill_attention`."""
+    """See `api.prefill_attention`; log-sum-exps are always given."""
+    del log_sum_exp
     batch, length, kv_heads, _ = key.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
-    return extend_attention(
+    return reference.run(
         query,
         key.swapaxes(1, 2),
         value.swapaxes(1, 2),
@@ -25,31 +26,3 @@ def prefill_attention(
         jnp.broadcast_to(positions[:, None], (batch, kv_heads, length)),
         window=window,
     )
-
-
-def extend_attention(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
-    value: Float[Array, "B K S D"],
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B K S"],
-    *,
-    window: int | None,
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """See `api.extend_attention`."""
-    group = query.shape[2] // key.shape[1]
-    held = key_positions >= 0
-    key, value = (
-        jnp.repeat(jnp.where(held[..., None], x, jnp.zeros((), x.dtype)).astype(jnp.float32), group, axis=1)
-        for x in (key, value)
-    )
-    distance = query_positions[:, None, :, None] - jnp.repeat(key_positions, group, axis=1)[:, :, None, :]
-    seen = (distance >= 0) & jnp.repeat(held, group, axis=1)[:, :, None, :]
-    seen &= (query_positions >= 0)[:, None, :, None]
-    if window is not None:
-        seen &= distance <= window
-    scores = jnp.einsum("btnd,bnsd->bnts", query.astype(jnp.float32), key) / query.shape[3] ** 0.5
-    log_sum_exp = jax.nn.logsumexp(jnp.where(seen, scores, MASKED), axis=-1)
-    probabilities = jnp.where(seen, jnp.exp(scores - log_sum_exp[..., None]), 0.0)
-    output = jnp.einsum("bnts,bnsd->btnd", probabilities, value)
-    return output.astype(query.dtype), jnp.where(seen.any(-1), log_sum_exp, MASKED)

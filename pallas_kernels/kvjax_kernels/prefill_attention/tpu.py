@@ -1,5 +1,7 @@
 """Splash attention, JAX's own TPU kernel, with grouped queries."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -7,9 +9,9 @@ from jaxtyping import Array, Float
 _BLOCK = 128
 
 
-def obstacle(query: Float[Array, "B T N D"]) -> str | None:
-    """What keeps splash attention from compiling for these shapes, if anything."""
-    _, length, _, head_dim = query.shape
+def unsupported_reason(query: Float[Array, "B T N D"], *_: Any, **__: Any) -> str | None:
+    """Why splash attention cannot do this; None if it can."""
+    length, head_dim = query.shape[1], query.shape[3]
     if length % _BLOCK:
         return f"splash attention takes whole blocks of {_BLOCK} tokens, not {length} tokens"
     if head_dim not in (64, 96) and head_dim % 128:
@@ -19,15 +21,16 @@ def obstacle(query: Float[Array, "B T N D"]) -> str | None:
     return None
 
 
-def prefill_attention(
+def run(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     *,
     window: int | None,
+    log_sum_exp: bool = True,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """See `api.prefill_attention`."""
+    """See `api.prefill_attention`; log-sum-exps are always given."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     _, length, query_heads, head_dim = query.shape
@@ -43,5 +46,6 @@ def prefill_attention(
         interpret=interpret,
     )
     scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(query.dtype)
-    output, (log_sum_exp,) = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (scaled, key, value)))
-    return output.swapaxes(1, 2).astype(query.dtype), log_sum_exp
+    del log_sum_exp
+    output, (sums,) = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (scaled, key, value)))
+    return output.swapaxes(1, 2).astype(query.dtype), sums

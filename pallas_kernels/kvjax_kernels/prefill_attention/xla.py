@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax_kernels.blocks import Tile, choose_tile, pad_to, query_tiles
 from kvjax_kernels.masking import MASKED
 
 
-class _KeyBlocks(NamedTuple):
+class KeyBlocks(NamedTuple):
     """The key blocks that a block of queries looks at.
 
     Attributes:
@@ -31,15 +31,17 @@ class _KeyBlocks(NamedTuple):
 
 
 # Jitted, as the other operations in plain JAX: what all layers of a model call is traced once.
-@functools.partial(jax.jit, static_argnames="window")
-def prefill_attention(
+@functools.partial(jax.jit, static_argnames=("window", "log_sum_exp"))
+def run(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     *,
     window: int | None,
+    log_sum_exp: bool = True,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """See `api.prefill_attention`. Blocks outside the triangle, or the window's band, are not computed."""
+    del log_sum_exp
     length, kv_heads = key.shape[1:3]
 
     def count(side: int) -> int:
@@ -50,12 +52,12 @@ def prefill_attention(
 
     tile = choose_tile(key.shape[0] * kv_heads, query.shape[2] // kv_heads, length, length, count)
 
-    def key_blocks(block: jax.Array) -> _KeyBlocks:
+    def key_blocks(block: jax.Array) -> KeyBlocks:
         end = jax.lax.div((block + 1) * tile.queries - 1, tile.keys) + 1
         if window is None:
-            return _KeyBlocks(jnp.zeros_like(end), jax.lax.div(block * tile.queries, tile.keys), end)
+            return KeyBlocks(jnp.zeros_like(end), jax.lax.div(block * tile.queries, tile.keys), end)
         first = jax.lax.div(jnp.maximum(block * tile.queries - window, 0), tile.keys)
-        return _KeyBlocks(first, first, end)
+        return KeyBlocks(first, first, end)
 
     def mask(part: jax.Array, block: jax.Array, key_start: jax.Array) -> jax.Array:
         del part
@@ -64,55 +66,16 @@ def prefill_attention(
         inside = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
         return inside[None, None]
 
-    return _blockwise(query, key.swapaxes(1, 2), value.swapaxes(1, 2), tile, mask, key_blocks)
+    return blockwise(query, key.swapaxes(1, 2), value.swapaxes(1, 2), tile, mask, key_blocks)
 
 
-@functools.partial(jax.jit, static_argnames="window")
-def extend_attention(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
-    value: Float[Array, "B K S D"],
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B K S"],
-    *,
-    window: int | None,
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """See `api.extend_attention`."""
-    batch, length, query_heads, _ = query.shape
-    kv_heads, slots = key.shape[1:3]
-    tile = choose_tile(
-        batch * kv_heads, query_heads // kv_heads, length, slots, lambda side: -(-length // side) * -(-slots // side)
-    )
-    held = (key_positions >= 0)[..., None]
-    key, value = (jnp.where(held, x, jnp.zeros((), x.dtype)) for x in (key, value))
-    query_positions = pad_to(query_positions, 1, tile.queries, fill=-1)
-    query_positions = jnp.repeat(query_positions, kv_heads, axis=0).reshape(-1, tile.heads, query_positions.shape[1])
-    key_positions = pad_to(key_positions, 2, tile.keys, fill=-1)
-    key_positions = key_positions.reshape(-1, tile.heads, key_positions.shape[2])
-
-    def mask(part: jax.Array, block: jax.Array, key_start: jax.Array) -> jax.Array:
-        rows = jax.lax.dynamic_slice_in_dim(query_positions[part], block * tile.queries, tile.queries, axis=1)
-        columns = jax.lax.dynamic_slice_in_dim(key_positions[part], key_start, tile.keys, axis=1)
-        distance = rows[:, :, None] - columns[:, None, :]
-        inside = (distance >= 0) & (columns >= 0)[:, None, :]
-        if window is not None:
-            inside &= distance <= window
-        return inside[:, None]
-
-    def key_blocks(block: jax.Array) -> _KeyBlocks:
-        first = jnp.zeros_like(block)
-        return _KeyBlocks(first, first, jnp.full_like(block, key_positions.shape[2] // tile.keys))
-
-    return _blockwise(query, key, value, tile, mask, key_blocks)
-
-
-def _blockwise(
+def blockwise(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B K S D"],
     value: Float[Array, "B K S D"],
     tile: Tile,
     mask: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    key_blocks: Callable[[jax.Array], _KeyBlocks],
+    key_blocks: Callable[[jax.Array], KeyBlocks],
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Attention, tile by tile, of one part of the heads after the other.
 

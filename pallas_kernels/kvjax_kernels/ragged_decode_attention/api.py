@@ -1,30 +1,11 @@
 """`ragged_decode_attention`: checks arguments and chooses an implementation."""
 
-from typing import Any, NamedTuple
-
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax_kernels.dispatch import choose
-from kvjax_kernels.split_rows import SplitRows, join_rows
-
-_APART = "it reads rows of key and value, and these are split (see `split_rows`)"
-
-
-class DecodeAttention(NamedTuple):
-    """What one decoding step's attention gives, float32.
-
-    Attributes:
-        output: [B, N, D]; zeros where a head sees no token.
-        log_sum_exp: [B, N], natural, of the scaled scores; -1e30 where a head sees no token.
-        token_attention: [B, S], each cached token's probability summed over its group's query heads, zeros in
-            empty slots; None unless asked for.
-        own_attention: [B, K], the same for the asking token; None unless asked for.
-    """
-
-    output: Float[Array, "B N D"]
-    log_sum_exp: Float[Array, "B N"]
-    token_attention: Float[Array, "B S"] | None
-    own_attention: Float[Array, "B K"] | None
+from kvjax_kernels.dispatch import run
+from kvjax_kernels.ragged_decode_attention.types import DecodeAttention
+from kvjax_kernels.split_rows import SplitRows, head_starts
 
 
 def ragged_decode_attention(
@@ -85,74 +66,22 @@ def ragged_decode_attention(
         raise ValueError("`sink_query` needs `segments`, got `starts`.")
     if (own_key is None) != (own_value is None):
         raise ValueError("`own_key` and `own_value` go together.")
-    factor = float(head_dim) ** -0.5 if scale is None else scale
-
-    def no_tpu() -> str | None:
-        if isinstance(kv, SplitRows):
-            return _APART
-        from kvjax_kernels.ragged_decode_attention import tpu
-
-        return tpu.obstacle(query, kv, lengths, segments=segments, sinks=sinks)
-
-    def no_gpu() -> str | None:
-        if isinstance(kv, SplitRows):
-            return _APART
-        from kvjax_kernels.ragged_decode_attention import gpu
-
-        interpret = implementation == "gpu-interpret"
-        return gpu.obstacle(query, kv, lengths, segments=segments, sinks=sinks, interpret=interpret)
-
-    choice = choose("ragged_decode_attention", implementation, {"tpu": no_tpu, "gpu": no_gpu})
-    asking: dict[str, Any] = {
-        "own_key": own_key,
-        "own_value": own_value,
-        "scale": factor,
-        "sink_query": sink_query,
-        "sinks": sinks,
-        "token_attention": token_attention,
-    }
-    # Imported here, so that a backend's module is loaded only where it is used.
-    if isinstance(kv, SplitRows):
-        assert segments is not None
-        if choice.backend == "xla":
-            from kvjax_kernels.ragged_decode_attention.xla_split import ragged_decode_attention as run_split
-
-            return run_split(query, kv, lengths, segments=segments, **asking)
-        kv = join_rows(kv, segments)
-    if choice.backend in ("xla", "reference"):
-        if choice.backend == "xla":
-            from kvjax_kernels.ragged_decode_attention.xla import ragged_decode_attention as run
-        else:
-            from kvjax_kernels.ragged_decode_attention.reference import ragged_decode_attention as run
-        return run(query, kv, lengths, segments=segments, starts=starts, **asking)
-    if choice.backend == "tpu":
-        from kvjax_kernels.ragged_decode_attention.tpu import attend_parts
-    else:
-        from kvjax_kernels.ragged_decode_attention.gpu import attend_parts
-    from kvjax_kernels.ragged_decode_attention.parts import combine
-
-    parts = attend_parts(
+    if starts is None:
+        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments or ()), jnp.int32)[None], lengths.shape)
+    return run(
+        "ragged_decode_attention",
+        implementation,
         query,
         kv,
         lengths,
         segments=segments,
         starts=starts,
-        scale=factor,
-        sink_query=sink_query,
-        sinks=sinks,
-        scores=token_attention,
-        interpret=choice.interpret,
-    )
-    return combine(
-        parts,
-        query,
-        lengths,
-        slots=kv.shape[1],
-        segments=segments,
-        starts=starts,
         own_key=own_key,
         own_value=own_value,
-        scale=factor,
+        scale=float(head_dim) ** -0.5 if scale is None else scale,
+        sink_query=sink_query,
+        sinks=sinks,
+        token_attention=token_attention,
     )
 
 
@@ -164,11 +93,3 @@ def _check_split(rows: SplitRows, segments: tuple[int, ...] | None, head_dim: in
     expected = [(n := segments.count(size), head_dim, size, n, size, head_dim) for size in sizes]
     if shapes != expected:
         raise ValueError(f"`kv` must be split by `segments`, {segments}, got arrays of {shapes}.")
-
-
-def head_starts(segments: tuple[int, ...]) -> tuple[int, ...]:
-    """The first slot of each KV head's segment."""
-    return tuple(sum(segments[:head]) for head in range(len(segments)))
-
-
-__all__ = ["DecodeAttention", "head_starts", "ragged_decode_attention"]

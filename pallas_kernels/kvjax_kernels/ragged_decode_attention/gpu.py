@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, Int
 from kvjax_kernels import mosaic_gpu
 from kvjax_kernels.devices import missing_nvidia_gpu
 from kvjax_kernels.masking import MASKED
-from kvjax_kernels.ragged_decode_attention.api import head_starts
-from kvjax_kernels.ragged_decode_attention.parts import Parts
+from kvjax_kernels.ragged_decode_attention.parts import APART, combined
+from kvjax_kernels.ragged_decode_attention.types import DecodeAttention, Parts
+from kvjax_kernels.split_rows import SplitRows
 
 # A block of rows in 16 bits, in bytes. Two are in flight. With the 9 KB that a block of threads needs beside them,
 # three fit into a multiprocessor, whose copies and arithmetic overlap.
@@ -29,65 +30,43 @@ _BLOCK_BYTES = 32 * 1024
 _STAGES = 2
 # Blocks of threads for each multiprocessor: twice as many as run at once, so that short ones even out.
 _THREAD_BLOCKS = 6
-# Blocks of rows that make a part worth its own output.
-_SHORTEST_PART = 4
-# More query heads or a larger head spill out of the registers.
-_LARGEST_GROUP = 32
-_LARGEST_HEAD = 256
 
 _GRID = ("row", "head", "part")
 
 
-def obstacle(
+def unsupported_reason(
     query: Float[Array, "B N D"],
-    kv: Float[Array, "B S twoD"],
+    kv: Float[Array, "B S twoD"] | SplitRows,
     lengths: Int[Array, "B K"],
     *,
-    segments: tuple[int, ...] | None,
-    sinks: int,
-    interpret: bool = False,
+    interpret: bool,
+    **_: Any,
 ) -> str | None:
-    """Why the kernel cannot do this; None if it can. Only the interpreter takes float32 rows."""
-    del segments, sinks
-    head_dim, group = query.shape[2], query.shape[1] // lengths.shape[1]
-    if kv.dtype not in (jnp.bfloat16, jnp.float16) and not (interpret and kv.dtype == jnp.float32):
-        return f"the tensor cores take bfloat16 or float16 rows, not {kv.dtype}"
-    if head_dim % mosaic_gpu.COLUMNS or head_dim > _LARGEST_HEAD:
-        return f"the head size must be a multiple of {mosaic_gpu.COLUMNS} up to {_LARGEST_HEAD}, not {head_dim}"
-    if group > _LARGEST_GROUP:
-        return f"at most {_LARGEST_GROUP} query heads may share a KV head, not {group}"
-    return None if interpret else missing_nvidia_gpu(query, least=mosaic_gpu.OLDEST)
+    """Why the kernel cannot do this; None if it can."""
+    if isinstance(kv, SplitRows):
+        return APART
+    missing = None if interpret else missing_nvidia_gpu(query, least=mosaic_gpu.OLDEST)
+    return unsupported_shapes(query, kv, lengths, interpret=interpret) or missing
+
+
+def unsupported_shapes(
+    query: Float[Array, "B N D"], kv: Float[Array, "B S twoD"], lengths: Int[Array, "B K"], *, interpret: bool = False
+) -> str | None:
+    """Why the kernel cannot do this on any GPU; None if it can."""
+    group = query.shape[1] // lengths.shape[1]
+    return mosaic_gpu.unsupported_heads(kv.dtype, query.shape[2], group=group, interpret=interpret)
+
+
+def run(
+    query: Float[Array, "B N D"], kv: Float[Array, "B S twoD"], lengths: Int[Array, "B K"], **settings: Any
+) -> DecodeAttention:
+    """See `api.ragged_decode_attention`."""
+    return combined(attend_parts, query, kv, lengths, **settings)
 
 
 def block_rows(head_dim: int) -> int:
     """Rows that are copied and computed on at a time."""
     return min(_BLOCK_BYTES // (4 * head_dim) // mosaic_gpu.COLUMNS * mosaic_gpu.COLUMNS, 128)
-
-
-def count_parts(heads: int, longest: int, head_dim: int) -> int:
-    """Parts of each of so many heads' tokens: enough to fill the chip, each of a few blocks or more."""
-    wanted = -(-_THREAD_BLOCKS * mosaic_gpu.processors() // heads)
-    return max(1, min(wanted, -(-longest // block_rows(head_dim)) // _SHORTEST_PART))
-
-
-def share(length: Any, part: Any, *, parts: int, block: int) -> tuple[Any, Any]:
-    """A part's equal share of a head's blocks: the first of them, and how many."""
-    blocks = (length + (block - 1)) // block
-    first = part * blocks // parts
-    return first, (part + 1) * blocks // parts - first
-
-
-def loaded_rows(lengths: np.ndarray, *, longest: int, head_dim: int) -> np.ndarray:
-    """Rows of each head that the kernel copies out of the cache: whole blocks, the last one's empty slots included.
-
-    Args:
-        lengths: [B, K], tokens held by each head.
-        longest: slots of the largest segment; S where every row has its own starts.
-        head_dim: size of a head.
-    """
-    settings = {"parts": count_parts(lengths.size, longest, head_dim), "block": block_rows(head_dim)}
-    shares = [share(lengths, part, **settings)[1] for part in range(settings["parts"])]
-    return np.sum(shares, axis=0) * settings["block"]
 
 
 def attend_parts(
@@ -96,7 +75,7 @@ def attend_parts(
     lengths: Int[Array, "B K"],
     *,
     segments: tuple[int, ...] | None,
-    starts: Int[Array, "B K"] | None,
+    starts: Int[Array, "B K"],
     scale: float,
     sink_query: Float[Array, "B N D"] | None,
     sinks: int,
@@ -106,15 +85,14 @@ def attend_parts(
     """See `api.ragged_decode_attention`; `scores` says whether the scores are wanted too."""
     (batch, heads, head_dim), kv_heads = query.shape, lengths.shape[1]
     longest = kv.shape[1] if segments is None else max(segments)
-    if starts is None:
-        assert segments is not None
-        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
     kernel = _Kernel(
         head_dim=head_dim,
         group=heads // kv_heads,
         dtype=kv.dtype,
         block=block_rows(head_dim),
-        parts=count_parts(batch * kv_heads, longest, head_dim),
+        parts=mosaic_gpu.count_parts(
+            batch * kv_heads, -(-longest // block_rows(head_dim)), thread_blocks=_THREAD_BLOCKS
+        ),
         scale=scale,
         sinks=sinks,
         scores=scores,
@@ -229,7 +207,7 @@ class _Kernel:
         score_ref, held = rest if self.scores else (None, *rest)
         row, head, part = (lax.axis_index(name) for name in _GRID)
         length, start = lengths_ref[row, head], starts_ref[row, head]
-        first, steps = share(length, part, parts=self.parts, block=self.block)
+        first, steps = mosaic_gpu.share(length, part, parts=self.parts, block=self.block)
         self.load_queries(query_ref.at[row, head], held)
 
         def step(index, *tiles_and_running) -> _Running:

@@ -1,43 +1,35 @@
-"""What the kernels give, attention over parts of each head's tokens, and how it becomes one attention."""
+"""How attention over parts of each head's tokens, which the kernels give, becomes one attention."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax_kernels.masking import MASKED
-from kvjax_kernels.ragged_decode_attention.api import DecodeAttention, head_starts
+from kvjax_kernels.log_sum_exps import weights as merging
+from kvjax_kernels.ragged_decode_attention.types import DecodeAttention, Parts
+
+#: Why kernels take no `SplitRows`.
+APART = "it reads rows of key and value, and these are split (see `split_rows`)"
 
 
-class Parts(NamedTuple):
-    """Attention of each query head over P disjoint parts of its tokens; float32, G = N / K.
-
-    Attributes:
-        output: [B, K, P, G, D], normalised within the part; zeros where it saw no token.
-        log_sum_exp: [B, K, P, G], natural, of the scaled scores; -1e30 where it saw no token.
-        scores: [B, K, G, C], the scaled score of each token, or None; anything past a head's length.
-        origins: [B, K], the slot of the first column of `scores`; None where it is the head's first slot.
-    """
-
-    output: Float[Array, "B K P G D"]
-    log_sum_exp: Float[Array, "B K P G"]
-    scores: Float[Array, "B K G C"] | None = None
-    origins: Int[Array, "B K"] | None = None
-
-
-def combine(
-    parts: Parts,
+def combined(
+    attend_parts: Callable[..., Parts],
     query: Float[Array, "B N D"],
+    kv: Float[Array, "B S twoD"],
     lengths: Int[Array, "B K"],
     *,
-    slots: int,
     segments: tuple[int, ...] | None,
-    starts: Int[Array, "B K"] | None,
+    starts: Int[Array, "B K"],
     own_key: Float[Array, "B K D"] | None,
     own_value: Float[Array, "B K D"] | None,
     scale: float,
+    token_attention: bool,
+    **settings: Any,
 ) -> DecodeAttention:
-    """Merges the parts and the asking token by their log-sum-exps; see `api.ragged_decode_attention`."""
+    """Attends by a kernel, and merges its parts and the asking token; see `api.ragged_decode_attention`."""
+    where: dict[str, Any] = {"segments": segments, "starts": starts}
+    parts = attend_parts(query, kv, lengths, **where, scale=scale, scores=token_attention, **settings)
     batch, query_heads, head_dim = query.shape
     kv_heads = lengths.shape[1]
     group = query_heads // kv_heads
@@ -48,22 +40,17 @@ def combine(
         own = jnp.broadcast_to(own_value.astype(jnp.float32)[:, :, None, None], (batch, kv_heads, 1, group, head_dim))
         output = jnp.concatenate([output, own], axis=2)
         log_sum_exps = jnp.concatenate([log_sum_exps, own_score[:, :, None]], axis=2)
-    largest = log_sum_exps.max(axis=2, keepdims=True)
-    weights = jnp.where(log_sum_exps > MASKED / 2, jnp.exp(log_sum_exps - largest), 0.0)
-    total = weights.sum(2)
-    sees_nothing = total == 0
-    safe = jnp.where(sees_nothing, 1.0, total)
-    merged = (output * weights[..., None]).sum(2) / safe[..., None]
-    log_sum_exp = jnp.where(sees_nothing, MASKED, largest[:, :, 0] + jnp.log(safe))
+    weights = merging(log_sum_exps, 2)
+    merged = (output * weights.pieces[..., None]).sum(2) / weights.total[..., None]
     attention, own_attention = None, None
     if parts.scores is not None:
-        attention = _by_slot(parts, log_sum_exp, lengths, slots=slots, segments=segments, starts=starts)
+        attention = _by_slot(parts, weights.log_sum_exp, lengths, slots=kv.shape[1], **where)
         own_attention = jnp.zeros((batch, kv_heads), jnp.float32)
         if own_key is not None:
-            own_attention = (weights[:, :, -1] / safe).sum(-1)
+            own_attention = (weights.pieces[:, :, -1] / weights.total).sum(-1)
     return DecodeAttention(
         output=merged.reshape(batch, query_heads, head_dim),
-        log_sum_exp=log_sum_exp.reshape(batch, query_heads),
+        log_sum_exp=weights.log_sum_exp.reshape(batch, query_heads),
         token_attention=attention,
         own_attention=own_attention,
     )
@@ -76,15 +63,12 @@ def _by_slot(
     *,
     slots: int,
     segments: tuple[int, ...] | None,
-    starts: Int[Array, "B K"] | None,
+    starts: Int[Array, "B K"],
 ) -> Float[Array, "B S"]:
     """Each slot's probability, summed over its group's query heads; zeros in empty slots."""
     scores, origins = parts.scores, parts.origins
     assert scores is not None
     columns = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
-    if starts is None:
-        assert segments is not None
-        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
     first = jnp.zeros_like(starts) if origins is None else starts - origins
     held = (columns >= first[..., None]) & (columns < (first + lengths)[..., None])
     probabilities = jnp.exp(jnp.where(held[:, :, None], scores - log_sum_exp[..., None], -jnp.inf)).sum(2)

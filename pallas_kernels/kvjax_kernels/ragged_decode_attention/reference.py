@@ -5,16 +5,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax_kernels.masking import MASKED
-from kvjax_kernels.ragged_decode_attention.api import DecodeAttention, head_starts
+from kvjax_kernels.ragged_decode_attention.types import DecodeAttention
+from kvjax_kernels.split_rows import SplitRows, join_rows
 
 
-def ragged_decode_attention(
+def run(
     query: Float[Array, "B N D"],
-    kv: Float[Array, "B S twoD"],
+    kv: Float[Array, "B S twoD"] | SplitRows,
     lengths: Int[Array, "B K"],
     *,
     segments: tuple[int, ...] | None,
-    starts: Int[Array, "B K"] | None,
+    starts: Int[Array, "B K"],
     own_key: Float[Array, "B K D"] | None,
     own_value: Float[Array, "B K D"] | None,
     scale: float,
@@ -26,17 +27,15 @@ def ragged_decode_attention(
     batch, query_heads, head_dim = query.shape
     kv_heads = lengths.shape[1]
     group = query_heads // kv_heads
-    if starts is None:
-        assert segments is not None
-        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
-    first, count = starts, lengths
+    if isinstance(kv, SplitRows):
+        kv = join_rows(kv, segments or ())
     slots = jnp.arange(kv.shape[1], dtype=jnp.int32)
 
     def one(row: int, head: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Output, log-sum-exp, and the probabilities of all slots, then of the asking token."""
         kv_head = head // group
-        place = slots - first[row, kv_head]
-        valid = (place >= 0) & (place < count[row, kv_head])
+        place = slots - starts[row, kv_head]
+        valid = (place >= 0) & (place < lengths[row, kv_head])
         rows = jnp.where(valid[:, None], kv[row].astype(jnp.float32), 0.0)
         key, value = rows[:, :head_dim], rows[:, head_dim:]
         scores = key @ query[row, head].astype(jnp.float32) * scale

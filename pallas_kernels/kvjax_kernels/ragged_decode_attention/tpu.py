@@ -25,18 +25,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kvjax_kernels.masking import MASKED
-from kvjax_kernels.ragged_decode_attention.api import head_starts
-from kvjax_kernels.ragged_decode_attention.parts import Parts
+from kvjax_kernels.ragged_decode_attention.parts import APART, combined
 from kvjax_kernels.ragged_decode_attention.tpu_plan import (
-    LANES,
-    SUBLANES,
     Plan,
     Span,
     loaded_slots,
     make_plan,
-    round_up,
     span,
 )
+from kvjax_kernels.ragged_decode_attention.types import DecodeAttention, Parts
+from kvjax_kernels.split_rows import SplitRows, head_starts
+from kvjax_kernels.tpu_layout import LANES, SUBLANES, interpreter, round_up
 
 # HBM's latency of one to two microseconds times its 0.8 to 1.6 TB/s must be under way: 3.5 MB are, beside the block
 # in use.
@@ -50,15 +49,24 @@ _MOST_HEADS = 65536
 _ITEM, _BLOCK, _ISSUED, _USED = range(4)
 
 
-def obstacle(
+def unsupported_reason(
     query: Float[Array, "B N D"],
-    kv: Float[Array, "B S twoD"],
+    kv: Float[Array, "B S twoD"] | SplitRows,
     lengths: Int[Array, "B K"],
     *,
-    segments: tuple[int, ...] | None,
     sinks: int,
+    **_: Any,
 ) -> str | None:
-    """Why the kernel cannot do this, or None."""
+    """Why the kernel cannot do this; None if it can."""
+    if isinstance(kv, SplitRows):
+        return APART
+    return unsupported_shapes(query, kv, lengths, sinks=sinks)
+
+
+def unsupported_shapes(
+    query: Float[Array, "B N D"], kv: Float[Array, "B S twoD"], lengths: Int[Array, "B K"], *, sinks: int = 0
+) -> str | None:
+    """Why the kernel cannot do this on any TPU; None if it can."""
     for name, x in (("query", query), ("kv", kv)):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"`{name}` must be float32 or bfloat16, got {x.dtype}"
@@ -71,13 +79,20 @@ def obstacle(
     return None
 
 
+def run(
+    query: Float[Array, "B N D"], kv: Float[Array, "B S twoD"], lengths: Int[Array, "B K"], **settings: Any
+) -> DecodeAttention:
+    """See `api.ragged_decode_attention`."""
+    return combined(attend_parts, query, kv, lengths, **settings)
+
+
 def attend_parts(
     query: Float[Array, "B N D"],
     kv: Float[Array, "B S twoD"],
     lengths: Int[Array, "B K"],
     *,
     segments: tuple[int, ...] | None,
-    starts: Int[Array, "B K"] | None,
+    starts: Int[Array, "B K"],
     scale: float,
     sink_query: Float[Array, "B N D"] | None,
     sinks: int,
@@ -91,9 +106,6 @@ def attend_parts(
     group = query_heads // kv_heads
     rows = round_up(group, SUBLANES)
     plan = make_plan(kv, kv_heads, segments=segments, scale=scale, sinks=sinks, cores=cores)
-    if starts is None:
-        assert segments is not None
-        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
 
     def by_head(x: Float[Array, "B N D"]) -> Float[Array, "heads R W"]:
         """In the cache's dtype; [q | 0] where keys are not cut out, so that [q | 0] . [k | v] = q . k."""
@@ -177,7 +189,7 @@ def _call(
             scratch_shapes=scratch,
         ),
         out_shape=out_shape,
-        interpret=pltpu.InterpretParams(detect_races=True, out_of_bounds_reads=beyond) if interpret else False,
+        interpret=interpreter(interpret, out_of_bounds_reads=beyond),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="ragged_decode_attention",
     )(starts, lengths, *queries, kv)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax_kernels.ragged_decode_attention.api import head_starts
+from kvjax_kernels.split_rows import head_starts
+from kvjax_kernels.tpu_layout import LANES, SUBLANES, round_up
 
-LANES, SUBLANES = 128, 8
 # A load of 512 KB takes longer to arrive (0.3 us and more) than to compute on (about 400 instructions).
 _BLOCK_BYTES = 512 * 1024
 # From so many heads on, cores share them out whole. Fewer are each split over the cores, which balances any lengths.
@@ -101,11 +101,6 @@ def _device_cores() -> int:
         return 2
 
 
-def round_up(x: int, multiple: int) -> int:
-    """The next multiple of a number."""
-    return -(-x // multiple) * multiple
-
-
 class Span(NamedTuple):
     """One part of a head's slots, counted from the tile in which the head begins.
 
@@ -137,16 +132,6 @@ def span(start: jax.Array, length: jax.Array, part: jax.Array | int, plan: Plan)
 def loaded_slots(of: Span, index: jax.Array | int, plan: Plan) -> jax.Array:
     """How many slots the load of block `index` copies."""
     return jnp.minimum(_ceil_div(of.stop, plan.tile) * plan.tile - index * plan.block, plan.block)
-
-
-def loaded_rows(lengths: Int[Array, "B K"], starts: Int[Array, "B K"], plan: Plan) -> Int[Array, "B K"]:
-    """How many rows of the cache the kernel copies for each head: those it holds, rounded to tiles at both ends."""
-    rows = jnp.zeros_like(lengths)
-    for part in range(plan.parts):
-        of = span(starts, lengths, part, plan)
-        for index in range(int(of.last.max())):
-            rows += jnp.where((index >= of.first) & (index < of.last), loaded_slots(of, index, plan), 0)
-    return rows
 
 
 def _ceil_div(x: jax.Array, y: int) -> jax.Array:

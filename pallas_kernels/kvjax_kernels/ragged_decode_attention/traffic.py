@@ -1,5 +1,6 @@
 """How many rows of a cache one decoding step's attention loads, by the kernels' own blocks; nothing is computed."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax_kernels.ragged_decode_attention.api import head_starts
+from kvjax_kernels.split_rows import head_starts
 
 
 def backend_for(
@@ -27,17 +28,14 @@ def backend_for(
     if backend == "xla":
         return backend
 
-    def obstacle(query: jax.Array, kv: jax.Array, lengths: jax.Array) -> str | None:
-        if backend == "tpu":
-            from kvjax_kernels.ragged_decode_attention import tpu as kernel
-        else:
-            from kvjax_kernels.ragged_decode_attention import gpu as kernel
-        return kernel.obstacle(query, kv, lengths, segments=None, sinks=0)
+    def unsupported(query: jax.Array, kv: jax.Array, lengths: jax.Array) -> str | None:
+        kernel = importlib.import_module(f"kvjax_kernels.ragged_decode_attention.{backend}")
+        return kernel.unsupported_shapes(query, kv, lengths)
 
     query = jax.ShapeDtypeStruct((batch, query_heads, head_dim), jnp.dtype(dtype))
     kv = jax.ShapeDtypeStruct((batch, slots, 2 * head_dim), jnp.dtype(dtype))
     lengths = jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32)
-    return backend if _of_shapes(obstacle, query, kv, lengths) is None else "xla"
+    return backend if _of_shapes(unsupported, query, kv, lengths) is None else "xla"
 
 
 def loaded_rows(
@@ -73,11 +71,12 @@ def loaded_rows(
         blocks = xla_blocks.loaded_blocks(lengths.astype(np.int64), slots)
         return int(blocks.sum()) * xla_blocks.block_rows(slots)
     if backend == "gpu":
+        from kvjax_kernels import mosaic_gpu
         from kvjax_kernels.ragged_decode_attention import gpu
 
         block = gpu.block_rows(head_dim)
         # However many parts share a head's blocks, they are as many in all.
-        _, blocks = gpu.share(lengths.astype(np.int64), 0, parts=1, block=block)
+        _, blocks = mosaic_gpu.share(lengths.astype(np.int64), 0, parts=1, block=block)
         return int(blocks.sum()) * block
     from kvjax_kernels.ragged_decode_attention import tpu_plan
 

@@ -1,26 +1,27 @@
 """Plain JAX: two matrix products over whole kv rows, or a loop over blocks of them."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax_kernels.ragged_decode_attention import xla_blocks
-from kvjax_kernels.ragged_decode_attention.api import DecodeAttention, head_starts
+from kvjax_kernels.ragged_decode_attention import xla_blocks, xla_split
 from kvjax_kernels.ragged_decode_attention.dense import Asking, Attended, attend, product
-from kvjax_kernels.ragged_decode_attention.parts import combine
-from kvjax_kernels.split_rows import of_heads
+from kvjax_kernels.ragged_decode_attention.parts import combined
+from kvjax_kernels.ragged_decode_attention.types import DecodeAttention
+from kvjax_kernels.split_rows import SplitRows, head_starts, of_heads
 
 
 @functools.partial(jax.jit, static_argnames=("segments", "scale", "sinks", "token_attention"))
-def ragged_decode_attention(
+def run(
     query: Float[Array, "B N D"],
-    kv: Float[Array, "B S twoD"],
+    kv: Float[Array, "B S twoD"] | SplitRows,
     lengths: Int[Array, "B K"],
     *,
     segments: tuple[int, ...] | None,
-    starts: Int[Array, "B K"] | None,
+    starts: Int[Array, "B K"],
     own_key: Float[Array, "B K D"] | None,
     own_value: Float[Array, "B K D"] | None,
     scale: float,
@@ -34,23 +35,13 @@ def ragged_decode_attention(
     by one; where the attention of each token is wanted, all heads' queries go over all rows, and what another head
     owns is masked.
     """
+    by: dict[str, Any] = {"own_key": own_key, "own_value": own_value, "scale": scale}
+    by |= {"segments": segments, "sink_query": sink_query, "sinks": sinks, "token_attention": token_attention}
+    if isinstance(kv, SplitRows):
+        return xla_split.attend_split(query, kv, lengths, **by)
     uniform = segments is not None and len(set(segments)) == 1
-    if starts is None:
-        assert segments is not None
-        starts = jnp.broadcast_to(jnp.asarray(head_starts(segments), jnp.int32)[None], lengths.shape)
     if not uniform and not token_attention:
-        parts = xla_blocks.attend_parts(query, kv, lengths, starts, scale=scale, sink_query=sink_query, sinks=sinks)
-        return combine(
-            parts,
-            query,
-            lengths,
-            slots=kv.shape[1],
-            segments=segments,
-            starts=starts,
-            own_key=own_key,
-            own_value=own_value,
-            scale=scale,
-        )
+        return combined(xla_blocks.attend_parts, query, kv, lengths, starts=starts, **by)
     batch, query_heads, head_dim = query.shape
     kv_heads = lengths.shape[1]
     asking = Asking.of(query, sink_query, own_key, own_value, kv_heads=kv_heads)

@@ -2,13 +2,13 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax_kernels.masking import MASKED
-from kvjax_kernels.ragged_decode_attention.parts import Parts
+from kvjax_kernels.ragged_decode_attention.dense import product
+from kvjax_kernels.ragged_decode_attention.types import Parts
 
 #: Rows of a block: enough to hide what a turn of the loop costs, few enough to stay in a core's cache.
 BLOCK = 512
@@ -42,13 +42,16 @@ def attend_parts(
     query: Float[Array, "B N D"],
     kv: Float[Array, "B S twoD"],
     lengths: Int[Array, "B K"],
-    starts: Int[Array, "B K"],
     *,
+    segments: tuple[int, ...] | None,
+    starts: Int[Array, "B K"],
     scale: float,
     sink_query: Float[Array, "B N D"] | None,
     sinks: int,
+    scores: bool,
 ) -> Parts:
-    """Attention over each head's cached tokens, in one part; see `api.ragged_decode_attention`."""
+    """Attention over each head's cached tokens, in one part, without scores; see `api.ragged_decode_attention`."""
+    del segments, scores
     (batch, _, head_dim), kv_heads = query.shape, lengths.shape[1]
     slots = kv.shape[1]
     block = block_rows(slots)
@@ -73,14 +76,14 @@ def attend_parts(
         # An empty slot may hold NaN, and 0 * NaN is NaN.
         rows = jnp.where(valid[:, None], rows, jnp.zeros((), rows.dtype))
         key, value = rows[:, :head_dim], rows[:, head_dim:]
-        scores = _product("gd,sd->gs", queries[head], key)
+        scores = product("gd,sd->gs", queries[head], key)
         if to_sinks is not None:
             near = (slot - first[head] < sinks)[None]
-            scores = jnp.where(near, _product("gd,sd->gs", to_sinks[head], key), scores)
+            scores = jnp.where(near, product("gd,sd->gs", to_sinks[head], key), scores)
         scores = jnp.where(valid[None], scores * scale, MASKED)
         largest = jnp.maximum(softmax.largest[head], scores.max(-1))
         weights, shrunk = jnp.exp(scores - largest[:, None]), jnp.exp(softmax.largest[head] - largest)
-        added = _product("gs,sd->gd", weights.astype(rows.dtype), value)
+        added = product("gs,sd->gd", weights, value)
         return _Softmax(
             values=softmax.values.at[head].set(softmax.values[head] * shrunk[:, None] + added),
             largest=softmax.largest.at[head].set(largest),
@@ -102,7 +105,3 @@ def attend_parts(
         output=one_part(values / safe[..., None]),
         log_sum_exp=one_part(jnp.where(empty, MASKED, largest + jnp.log(safe))),
     )
-
-
-def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

@@ -1,18 +1,14 @@
 """Plain JAX over keys and values that lie apart: two matrix products over all slots of each group of heads."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax_kernels.ragged_decode_attention.api import DecodeAttention
 from kvjax_kernels.ragged_decode_attention.dense import Asking, attend, product
+from kvjax_kernels.ragged_decode_attention.types import DecodeAttention
 from kvjax_kernels.split_rows import SplitRows, head_groups, in_head_order, of_heads
 
 
-@functools.partial(jax.jit, static_argnames=("segments", "scale", "sinks", "token_attention"))
-def ragged_decode_attention(
+def attend_split(
     query: Float[Array, "B N D"],
     rows: SplitRows,
     lengths: Int[Array, "B K"],

@@ -1,5 +1,7 @@
 """The GPU kernel of the choice: each head's threshold, found by counting, two bits at a pass over its scores."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +12,7 @@ from kvjax_kernels import mosaic_gpu
 from kvjax_kernels.blocks import pad_to
 from kvjax_kernels.devices import missing_nvidia_gpu
 from kvjax_kernels.pooled_selection.ranks import LOWEST, places
-from kvjax_kernels.pooled_selection.xla import ascending
+from kvjax_kernels.select_highest.xla import ascending
 
 # A step's tile of scores, sixteen for each thread.
 _ROWS, _COLUMNS = 16, 128
@@ -18,12 +20,12 @@ _STAGES = 4
 _BITS = 2
 
 
-def obstacle(scores: Float[Array, "B K S"], *, interpret: bool = False) -> str | None:
+def unsupported_reason(scores: Float[Array, "B K S"], *_: Any, interpret: bool, **__: Any) -> str | None:
     """Why the kernel cannot do this; None if it can."""
     return None if interpret else missing_nvidia_gpu(scores, least=mosaic_gpu.OLDEST)
 
 
-def select_highest(
+def run(
     scores: Float[Array, "B K S"], counts: Int[Array, "B K"], *, most: int, interpret: bool = False
 ) -> tuple[Int[Array, "B K C"], Bool[Array, "B K C"]]:
     """See `api.select_highest`. What lies above the thresholds is gathered by XLA."""

@@ -1,8 +1,7 @@
 """Pallas for TPU: two passes over each KV head's keys, first for the log-sum-exps, then for the votes."""
 
 import functools
-import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,28 +9,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from kvjax_kernels.blocks import pad_to
 from kvjax_kernels.masking import MASKED
-from kvjax_kernels.pooled_selection.voting import pooled, seen_tokens, voters
-
-_LANES, _SUBLANES = 128, 8
+from kvjax_kernels.pooled_attention.voting import pooled, seen_tokens, voters
+from kvjax_kernels.tpu_layout import LANES, SUBLANES, interpreter, round_up
 
 # A tile of scores, [R, block] float32 for R = G * W rows, is held a few times over in 16 MiB of VMEM.
 _TILE_BYTES = 2 * 2**20
 _MOST_ROWS = 1024
 
 
-def attention_obstacle(query: Float[Array, "B W N D"], kv: Float[Array, "B K S twoD"]) -> str | None:
-    """Why the kernel cannot do this, or None if it can."""
+def unsupported_reason(
+    query: Float[Array, "B W N D"], kv: Float[Array, "B K S twoD"], *_: Any, **__: Any
+) -> str | None:
+    """Why the kernel cannot do this; None if it can."""
     for dtype in (query.dtype, kv.dtype):
         if dtype not in (jnp.float32, jnp.bfloat16):
             return f"it takes float32 and bfloat16, not {dtype}"
-    rows = query.shape[2] // kv.shape[1] * _up(query.shape[1], _SUBLANES)
+    rows = query.shape[2] // kv.shape[1] * round_up(query.shape[1], SUBLANES)
     if rows > _MOST_ROWS:
         return f"at most {_MOST_ROWS} queries of a group may vote, window in eights times heads, not {rows}"
     return None
 
 
-def pooled_attention(
+def run(
     query: Float[Array, "B W N D"],
     kv: Float[Array, "B K S twoD"],
     query_positions: Int[Array, "B W"],
@@ -78,17 +79,18 @@ def _votes(
     kv_heads, slots = kv.shape[1:3]
     group = query_heads // kv_heads
     # Where a group's heads are told apart each starts a sublane tile of its own.
-    height = window if over_group == "mean" else _up(window, _SUBLANES)
-    rows = _up(group * height, _SUBLANES)
+    height = window if over_group == "mean" else round_up(window, SUBLANES)
+    rows = round_up(group * height, SUBLANES)
     block = _block(rows, slots)
     results = group if over_group == "none" else 1
 
     queries = query.reshape(batch, window, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-    queries = _pad(_pad(queries, 3, height).reshape(batch, kv_heads, group * height, head_dim), 2, rows)
+    queries = pad_to(queries, 3, height, fill=0).reshape(batch, kv_heads, group * height, head_dim)
+    queries = pad_to(queries, 2, rows, fill=0)
     seen = jnp.broadcast_to(seen[:, :, None], (batch, kv_heads, group, window))
-    seen = _pad(_pad(seen, 3, height).reshape(batch, kv_heads, 1, group * height), 3, rows)
+    seen = pad_to(pad_to(seen, 3, height, fill=0).reshape(batch, kv_heads, 1, group * height), 3, rows, fill=0)
     # Head sizes that fill lanes need not load the values.
-    loaded = head_dim if head_dim % _LANES == 0 else kv.shape[3]
+    loaded = head_dim if head_dim % LANES == 0 else kv.shape[3]
 
     def rows_of(row, head, phase, step, lengths_ref):
         del phase
@@ -106,20 +108,20 @@ def _votes(
             ],
             # The first phase writes nothing: it stays at the block that the second one begins with.
             out_specs=pl.BlockSpec(
-                (None, None, results, block // _LANES, _LANES),
+                (None, None, results, block // LANES, LANES),
                 lambda row, head, phase, step, _: (row, head, 0, step * phase, 0),
             ),
             scratch_shapes=[
-                pltpu.VMEM((rows, _LANES), jnp.int32),
-                pltpu.VMEM((rows, _LANES), jnp.float32),
-                pltpu.VMEM((rows, _LANES), jnp.float32),
+                pltpu.VMEM((rows, LANES), jnp.int32),
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.VMEM((rows, LANES), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, results, _up(slots, block) // _LANES, _LANES), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, results, round_up(slots, block) // LANES, LANES), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
         ),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=interpreter(interpret),
         name="pooled_attention",
     )(lengths, seen, queries, kv)
     return votes.reshape(batch, kv_heads, results, -1)[..., :slots]
@@ -150,7 +152,7 @@ def _votes_kernel(
     holds_tokens = step * block < length_ref[row, head]
 
     def scores(chunk: int) -> jax.Array:
-        query, key = query_ref[...], kv_ref[pl.ds(chunk * _LANES, _LANES), pl.ds(0, head_dim)]
+        query, key = query_ref[...], kv_ref[pl.ds(chunk * LANES, LANES), pl.ds(0, head_dim)]
         if query.dtype != key.dtype:
             query, key = query.astype(jnp.float32), key.astype(jnp.float32)
         products = jax.lax.dot_general(
@@ -160,14 +162,14 @@ def _votes_kernel(
             precision=jax.lax.Precision.HIGHEST if key.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
-        slots = step * block + chunk * _LANES + jax.lax.broadcasted_iota(jnp.int32, products.shape, 1)
+        slots = step * block + chunk * LANES + jax.lax.broadcasted_iota(jnp.int32, products.shape, 1)
         return jnp.where(slots < limit_ref[...], products * scale, MASKED)
 
-    chunks = range(block // _LANES)
+    chunks = range(block // LANES)
 
     @pl.when((phase == 0) & (step == 0))
     def _():
-        limit_ref[...] = jnp.broadcast_to(seen_ref[...], (_LANES, rows)).T
+        limit_ref[...] = jnp.broadcast_to(seen_ref[...], (LANES, rows)).T
         largest_ref[...] = jnp.full_like(largest_ref, MASKED)
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
@@ -186,7 +188,7 @@ def _votes_kernel(
         total = (sum_ref[...] * jnp.exp(largest_ref[...] - largest)).sum(axis=1, keepdims=True)
         # A query that sees nothing gives nothing: exp(MASKED + MASKED) = 0.
         log_sum_exp = jnp.where(largest > MASKED, largest + jnp.log(jnp.maximum(total, 1.0)), -MASKED)
-        largest_ref[...] = jnp.broadcast_to(log_sum_exp, (rows, _LANES))
+        largest_ref[...] = jnp.broadcast_to(log_sum_exp, (rows, LANES))
 
     @pl.when((phase == 1) & holds_tokens)
     def _():
@@ -218,14 +220,4 @@ def loaded_block(step: jax.Array | int, length: jax.Array | int, block: int) -> 
 def _block(rows: int, slots: int) -> int:
     """Tokens of a block: 1,024 or twice as many, so that a block of votes is whole tiles; fewer where all fit."""
     block = 2048 if rows * 2048 * 4 <= _TILE_BYTES else 1024
-    return min(block, _up(slots, _LANES))
-
-
-def _up(size: int, multiple: int) -> int:
-    return math.ceil(size / multiple) * multiple
-
-
-def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
+    return min(block, round_up(slots, LANES))

@@ -17,9 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kvjax_kernels import mosaic_gpu
+from kvjax_kernels.blocks import pad_to
 from kvjax_kernels.devices import missing_nvidia_gpu
 from kvjax_kernels.masking import MASKED
-from kvjax_kernels.pooled_selection.voting import pooled, seen_tokens, voters
+from kvjax_kernels.pooled_attention.voting import pooled, seen_tokens, voters
 
 # Rows of an accumulator of one group of four warps, and the most columns in the second pass.
 _ROWS = 64
@@ -28,37 +29,29 @@ _STAGES = 2
 _COPIED = 256
 # Elements of the queries of a group, half of the shared memory; blocks of keys take a quarter.
 _MOST_HELD = 64 * 1024
-_LARGEST_HEAD, _LARGEST_GROUP = 256, 32
 # Blocks of threads for each multiprocessor, of which one or two run at once.
 _THREAD_BLOCKS = 4
-# Steps that make a part worth its own sums.
-_SHORTEST_PART = 4
 
 _LAYOUT = plgpu.Layout.WGMMA
 _GRID = ("row", "head", "part")
 
 
-def attention_obstacle(
-    query: Float[Array, "B W N D"], kv: Float[Array, "B K S twoD"], *, interpret: bool = False
+def unsupported_reason(
+    query: Float[Array, "B W N D"], kv: Float[Array, "B K S twoD"], *_: Any, interpret: bool, **__: Any
 ) -> str | None:
-    """Why the kernel cannot do this; None if it can. Only the interpreter takes float32."""
-    (_, window, query_heads, head_dim), kv_heads = query.shape, kv.shape[1]
-    if kv.dtype not in (jnp.bfloat16, jnp.float16) and not (interpret and kv.dtype == jnp.float32):
-        return f"the tensor cores take bfloat16 or float16 rows, not {kv.dtype}"
-    if head_dim % mosaic_gpu.COLUMNS or head_dim > _LARGEST_HEAD:
-        return f"the head size must be a multiple of {mosaic_gpu.COLUMNS} up to {_LARGEST_HEAD}, not {head_dim}"
-    group = query_heads // kv_heads
-    if group > _LARGEST_GROUP:
-        return f"at most {_LARGEST_GROUP} query heads may share a KV head, not {group}"
+    """Why the kernel cannot do this; None if it can."""
+    window, head_dim, group = query.shape[1], query.shape[3], query.shape[2] // kv.shape[1]
+    if reason := mosaic_gpu.unsupported_heads(kv.dtype, head_dim, group=group, interpret=interpret):
+        return reason
     rows = group * _in_eights(window)
     most = _MOST_HELD // head_dim // _ROWS * _ROWS
     if rows > most:
         return f"at most {most} queries of a group may vote, window in eights times heads, not {rows}"
     # The products of four warps together are an instruction of this generation alone.
-    return None if interpret else missing_nvidia_gpu(query, least=(9, 0), only=True)
+    return None if interpret else missing_nvidia_gpu(query, least=mosaic_gpu.OLDEST, only=True)
 
 
-def pooled_attention(
+def run(
     query: Float[Array, "B W N D"],
     kv: Float[Array, "B K S twoD"],
     query_positions: Int[Array, "B W"],
@@ -82,7 +75,7 @@ def pooled_attention(
         height=window if group_reduce == "mean" and not apart else _in_eights(window),
         over_group="none" if apart else group_reduce,
         dtype=kv.dtype,
-        parts=count_parts(batch * kv_heads, slots, head_dim),
+        parts=mosaic_gpu.count_parts(batch * kv_heads, -(-slots // block_keys(head_dim)), thread_blocks=_THREAD_BLOCKS),
         interpret=interpret,
     )
     queries = query.astype(kv.dtype).reshape(batch, window, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
@@ -100,12 +93,6 @@ def pooled_attention(
 def block_keys(head_dim: int) -> int:
     """Keys that are loaded and computed on at a time."""
     return _ROWS if head_dim > 128 else 2 * _ROWS
-
-
-def count_parts(heads: int, slots: int, head_dim: int) -> int:
-    """Parts of each of so many heads' tokens: enough to fill the chip, each of a few steps or more."""
-    wanted = -(-_THREAD_BLOCKS * mosaic_gpu.processors() // heads)
-    return max(1, min(wanted, -(-slots // block_keys(head_dim)) // _SHORTEST_PART))
 
 
 def _in_eights(window: int) -> int:
@@ -169,15 +156,12 @@ class _Votes:
     def tiled(self) -> tuple:
         """The layout in shared memory that the tensor cores multiply from."""
         width = mosaic_gpu.tile_width(self.head_dim, self.dtype)
-        swizzle = width * jnp.dtype(self.dtype).itemsize
-        return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+        return mosaic_gpu.tile(width, self.dtype, rows=8)
 
     def by_row(self, x: jax.Array) -> jax.Array:
         """[B, K, G, W, ...] as [B, K, R, ...], with zeros between and behind."""
-        tail = x.shape[4:]
-        x = jnp.pad(x, [(0, 0)] * 3 + [(0, self.height - x.shape[3])] + [(0, 0)] * len(tail))
-        x = x.reshape(*x.shape[:2], -1, *tail)
-        return jnp.pad(x, [(0, 0)] * 2 + [(0, self.rows - x.shape[2])] + [(0, 0)] * len(tail))
+        x = pad_to(x, 3, self.height, fill=0)
+        return pad_to(x.reshape(*x.shape[:2], -1, *x.shape[4:]), 2, self.rows, fill=0)
 
     def __call__(
         self,
@@ -234,12 +218,6 @@ class _Votes:
         for rows in self.copied:
             plgpu.copy_gmem_to_smem(source_ref.at[rows], target.at[rows], arrived)
 
-    def share(self, length: Any, part: Any) -> tuple[Any, Any]:
-        """A part's equal share of a head's steps: the first of them, and how many."""
-        steps = (length + (self.keys - 1)) // self.keys
-        first = part * steps // self.parts
-        return first, (part + 1) * steps // self.parts - first
-
     def stream(self, step: Any, first: Any, steps: Any, kv_ref: Any) -> None:
         """Runs `step` over blocks of keys as they arrive."""
         plgpu.emit_pipeline(
@@ -265,7 +243,7 @@ class _Votes:
     def sum_part(self, query_ref, kv_ref, seen_ref, lengths_ref, sums_ref, query_s, seen_s, sums_s, arrived) -> None:
         """Writes each query's largest score among one part of a head's tokens, and its sum of powers."""
         row, head, part = (lax.axis_index(name) for name in _GRID)
-        first, steps = self.share(lengths_ref[row, head], part)
+        first, steps = mosaic_gpu.share(lengths_ref[row, head], part, parts=self.parts, block=self.keys)
         self.load(query_ref.at[row, head], query_s, arrived)
         self.load(seen_ref.at[row, head], seen_s, arrived)
         plgpu.barrier_wait(arrived)
@@ -311,7 +289,7 @@ class _Votes:
     ) -> None:  # fmt: skip
         """Writes the sums of the probabilities that one part of a head's tokens gets."""
         row, head, part = (lax.axis_index(name) for name in _GRID)
-        first, steps = self.share(lengths_ref[row, head], part)
+        first, steps = mosaic_gpu.share(lengths_ref[row, head], part, parts=self.parts, block=self.keys)
         for source, target in ((query_ref, query_s), (seen_ref, seen_s), (log_sum_exp_ref, log_sum_exp_s)):
             self.load(source.at[row, head], target, arrived)
         plgpu.barrier_wait(arrived)

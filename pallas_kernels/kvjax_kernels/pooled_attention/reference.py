@@ -1,15 +1,15 @@
-"""The oracle: every score at once, pooling by XLA's windows, choice by a stable sort."""
+"""The oracle: every score at once, pooling by XLA's windows."""
 
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax_kernels.masking import MASKED
 
 
-def pooled_attention(
+def run(
     query: Float[Array, "B W N D"],
     kv: Float[Array, "B K S twoD"],
     query_positions: Int[Array, "B W"],
@@ -48,14 +48,3 @@ def pooled_attention(
     if reduce == "after_pooling":
         attention = reduced(attention)
     return jnp.where(counted, attention[:, :, 0], 0.0)
-
-
-def select_highest(
-    scores: Float[Array, "B K S"], counts: Int[Array, "B K"], *, most: int
-) -> tuple[Int[Array, "B K C"], Bool[Array, "B K C"]]:
-    """See `api.select_highest`."""
-    slots = scores.shape[2]
-    order = jnp.argsort(-scores, axis=-1, stable=True)[..., :most]
-    chosen = jnp.arange(most, dtype=jnp.int32)[None, None] < counts[..., None]
-    index = jnp.sort(jnp.where(chosen, order, slots), axis=-1).astype(jnp.int32)
-    return jnp.minimum(index, slots - 1), index < slots

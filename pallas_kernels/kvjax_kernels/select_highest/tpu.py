@@ -1,6 +1,7 @@
 """Pallas for TPU: the highest scores by counting, bit by bit, and their indices without sort, scan or gather."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax_kernels.pooled_selection.ranks import LOWEST, places
-
-_LANES, _SUBLANES = 128, 8
+from kvjax_kernels.tpu_layout import LANES, SUBLANES, interpreter
 
 # Rows of 128 scores that a step works on: those of one long head, or of several short ones, so that the time that a
 # count takes to become a scalar is spent once for all of them.
@@ -20,24 +20,24 @@ _UNASKED_SLOTS, _MOST_SLOTS = 2**18, 2**20
 _VMEM_BYTES = 64 * 2**20
 
 
-def obstacle(scores: Float[Array, "B K S"]) -> str | None:
-    """Why the kernel cannot do this, or None if it can."""
+def unsupported_reason(scores: Float[Array, "B K S"], *_: Any, **__: Any) -> str | None:
+    """Why the kernel cannot do this; None if it can."""
     if scores.shape[2] > _MOST_SLOTS:
         return f"a head's scores must fit VMEM, {_MOST_SLOTS} slots, not {scores.shape[2]}"
     return None
 
 
-def select_highest(
+def run(
     scores: Float[Array, "B K S"], counts: Int[Array, "B K"], *, most: int, interpret: bool = False
 ) -> tuple[Int[Array, "B K C"], Bool[Array, "B K C"]]:
     """See `api.select_highest`."""
     batch, kv_heads, slots = scores.shape
     heads = batch * kv_heads
-    padding = -slots % (_SUBLANES * _LANES)
+    padding = -slots % (SUBLANES * LANES)
     # NaN: what comes after a head's slots is never chosen before any of them.
     padded = jnp.pad(scores.astype(jnp.float32), ((0, 0), (0, 0), (0, padding)), constant_values=jnp.nan)
-    chunks = (slots + padding) // _LANES
-    tiles = pl.cdiv(most, _LANES)
+    chunks = (slots + padding) // LANES
+    tiles = pl.cdiv(most, LANES)
     wanted = jnp.minimum(counts, most).astype(jnp.int32).reshape(heads, 1, 1)
     together = next(count for count in range(max(1, _CHUNKS // chunks), 0, -1) if heads % count == 0)
 
@@ -47,17 +47,17 @@ def select_highest(
     index = pl.pallas_call(
         functools.partial(_selection_kernel, slots=slots),
         grid=(heads // together,),
-        in_specs=[of_heads(1, _LANES), of_heads(chunks, _LANES)],
-        out_specs=of_heads(tiles, _LANES),
-        out_shape=jax.ShapeDtypeStruct((heads, tiles, _LANES), jnp.int32),
-        scratch_shapes=[pltpu.VMEM((together, chunks, _LANES), jnp.int32)],
+        in_specs=[of_heads(1, LANES), of_heads(chunks, LANES)],
+        out_specs=of_heads(tiles, LANES),
+        out_shape=jax.ShapeDtypeStruct((heads, tiles, LANES), jnp.int32),
+        scratch_shapes=[pltpu.VMEM((together, chunks, LANES), jnp.int32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=_VMEM_BYTES if slots > _UNASKED_SLOTS else None,
         ),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=interpreter(interpret),
         name="select_highest",
-    )(jnp.broadcast_to(wanted, (heads, 1, _LANES)), padded.reshape(heads, chunks, _LANES))
+    )(jnp.broadcast_to(wanted, (heads, 1, LANES)), padded.reshape(heads, chunks, LANES))
     index = index.reshape(batch, kv_heads, -1)[..., :most]
     return jnp.minimum(index, slots - 1), index < slots
 
@@ -87,8 +87,8 @@ def _kept(places_ref, wanted: jax.Array) -> jax.Array:
     threshold = jax.lax.fori_loop(0, 31, refine, threshold)
     ties = wanted - count(places_ref[...] > threshold)
     shape = places_ref.shape
-    slot = _counting(shape, 1) * _LANES + _counting(shape, 2)
-    bits = (shape[1] * _LANES).bit_length()
+    slot = _counting(shape, 1) * LANES + _counting(shape, 2)
+    bits = (shape[1] * LANES).bit_length()
 
     # The first slot with enough ties before it.
     def extend(step: jax.Array, end: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def _write_indices(kept: jax.Array, wanted: jax.Array, index_ref, slots: int) ->
     ranks. Numbers up to 128 are exact in bfloat16, and so are their products with ones.
     """
     kept = kept.astype(jnp.float32)
-    lower = _counting((_LANES, _LANES), 0) >= _counting((_LANES, _LANES), 1)
+    lower = _counting((LANES, LANES), 0) >= _counting((LANES, LANES), 1)
     # [128, chunks]: the kept slots of each chunk up to and with each lane.
     ranks = jax.lax.dot_general(
         lower.astype(jnp.bfloat16),
@@ -121,14 +121,14 @@ def _write_indices(kept: jax.Array, wanted: jax.Array, index_ref, slots: int) ->
     chunk = _counting(kept.shape, 0).astype(jnp.float32)
 
     def one_tile(tile: jax.Array, carry: None) -> None:
-        order = tile * _LANES + _counting((1, _LANES), 1)
+        order = tile * LANES + _counting((1, LANES), 1)
         place = order.astype(jnp.float32)
         here = (starts <= place) & (place < ends)
         mine = jnp.where(here, chunk, 0.0).sum(axis=0, keepdims=True)
         rank = place - jnp.where(here, starts, 0.0).sum(axis=0, keepdims=True)
         lanes = jnp.dot(ranks, here.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
         lane = (lanes <= rank).astype(jnp.float32).sum(axis=0, keepdims=True)
-        found = (mine * _LANES + lane).astype(jnp.int32)
+        found = (mine * LANES + lane).astype(jnp.int32)
         index_ref[pl.ds(tile, 1), :] = jnp.where(order < wanted, found, slots)
 
     jax.lax.fori_loop(0, index_ref.shape[0], one_tile, None)

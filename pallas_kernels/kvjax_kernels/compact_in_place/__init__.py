@@ -1,0 +1,1 @@
+"""Kept rows moved to the front of each head's own pages."""

@@ -1,0 +1,1 @@
+"""Attention of further tokens over cached and new ones, by position."""

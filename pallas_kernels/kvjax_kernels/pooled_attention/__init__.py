@@ -1,0 +1,1 @@
+"""The attention that tokens get from the last queries, pooled along the tokens."""

@@ -1,0 +1,1 @@
+"""The choice of each head's highest scores."""
