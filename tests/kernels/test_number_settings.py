@@ -117,3 +117,39 @@ def test_results_and_their_types_are_those_of_32_bits(name):
     for reference, xla, shape in zip(*map(jax.tree.leaves, (*found, shapes)), strict=True):
         assert reference.dtype == xla.dtype == shape.dtype
         np.testing.assert_allclose(xla, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["tpu-interpret", "gpu-interpret"])
+@pytest.mark.parametrize("name", ["compact", "select"])
+def test_kernels_run_under_64_bits(name, implementation):
+    actual = jax.jit(functools.partial(RUNS[name], implementation=implementation), compiler_options=QUICKLY)()
+    wanted = RUNS[name](implementation="xla")
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
+    assert [x.dtype for x in jax.tree.leaves(actual)] == [x.dtype for x in jax.tree.leaves(wanted)]
+
+
+@pytest.mark.parametrize(("chip", "implementation"), [("v5e", "tpu"), ("h100", "gpu")])
+def test_kernels_compile_under_64_bits(compile_for, chip, implementation):
+    def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    # Positions and counts as a caller has them under this setting.
+    integers = functools.partial(shape, dtype="int64")
+
+    def step(query, kv, query_positions, key_positions, counts):
+        index, _ = pooled_selection(
+            *(query, kv, query_positions, key_positions, counts),
+            most=128,
+            sinks=4,
+            recent=counts,
+            kernel=7,
+            implementation=implementation,
+        )
+        packed = compact(kv[:, 0], index[:, 0], implementation=implementation)
+        lengths = counts.at[:, :1].get()
+        settings = {"segments": (128,), "token_attention": True, "implementation": implementation}
+        return ragged_decode_attention(query[:, 0, :4], packed, lengths, **settings)
+
+    arrays = shape(1, 32, 8, 128), shape(1, 2, 1024, 256), integers(1, 32), integers(1, 2, 1024), integers(1, 2)
+    text = compile_for(chip, step, *arrays).as_text()
+    assert text.count("custom-call") >= 4
