@@ -4,14 +4,18 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 #: Largest text file that is read whole, in bytes: the tokenizers of 260,000 tokens take 35 MB.
 TEXT_LIMIT = 256 * 1024 * 1024
+
+#: What git leaves in a large file's place where git-lfs did not run.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @contextlib.contextmanager
@@ -30,7 +34,8 @@ def reading(file: str | pathlib.Path, *, what: str) -> Iterator[None]:
     except (ImportError, NotImplementedError):
         raise
     except ValueError as error:
-        if str(file) in str(error):
+        # Not as a part of another word: "a" is in most sentences.
+        if re.search(rf"(?<![\w.-]){re.escape(str(file))}(?!\w)", str(error)):
             raise
         raise ValueError(f"{file} is not {what}: {_reason(error)}") from error
     except Exception as error:
@@ -56,21 +61,42 @@ def _reason(error: BaseException) -> str:
     return text if text.endswith((".", "...")) else f"{text}."
 
 
+@contextlib.contextmanager
+def open_regular(file: str | pathlib.Path) -> Iterator[BinaryIO]:
+    """A regular file opened for reading, at its first byte.
+
+    Raises:
+        ValueError: no such file, a folder, a pipe or a device, a git-lfs pointer, or a file that cannot be read.
+    """
+    with contextlib.ExitStack() as stack:
+        with reading(file, what="a file that can be read"):
+            # A named pipe would wait for a writer for ever.
+            handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+            stack.callback(os.close, handle)
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise ValueError("it is no regular file.")
+            stream = stack.enter_context(open(handle, "rb", closefd=False))
+            if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ValueError("it is a git-lfs pointer to the file; `git lfs pull` fetches the file itself.")
+            stream.seek(0)
+        yield stream
+
+
 def read_bytes(file: str | pathlib.Path, *, limit: int = TEXT_LIMIT) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises:
-        ValueError: no such file, a folder or a device, a file over the limit, or one that cannot be read.
+        ValueError: no such file, a folder, a pipe or a device, a git-lfs pointer, a file over the limit, or one that
+            cannot be read.
     """
-    file = pathlib.Path(file)
-    with reading(file, what="a file that can be read"):
-        status = file.stat()
-        # A named pipe would wait for a writer for ever.
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file.")
-        if status.st_size > limit:
-            raise ValueError(f"it has {status.st_size:,} bytes, over the limit of {limit:,}.")
-        return file.read_bytes()
+    with open_regular(file) as stream, reading(file, what="a file that can be read"):
+        size = os.fstat(stream.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"it has {size:,} bytes, over the limit of {limit:,}.")
+        content = stream.read(size + 1)
+        if len(content) > size:
+            raise ValueError("it grew while it was read.")
+        return content
 
 
 def read_text(file: str | pathlib.Path, *, limit: int = TEXT_LIMIT) -> str:

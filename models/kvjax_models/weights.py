@@ -20,6 +20,9 @@ ParameterPath = tuple[str | int, ...]
 #: Threads that read; NumPy and JAX work outside of Python's lock.
 _READERS = 2
 
+#: So many expected tensors are compared by name, whatever the checkpoint holds, so that a missing one can be named.
+_FEW_TENSORS = 2000
+
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
@@ -71,8 +74,9 @@ def build_llama(
         source: the checkpoint, for messages.
 
     Raises:
-        ValueError: tensors are missing, surplus or of the wrong shape.
+        ValueError: tensors are missing, surplus, of the wrong shape, or not finite.
     """
+    check_layers(config, len(tensors), source=source)
     shapes = parameter_shapes(config, dtype=dtype)
     stored_names = {path: _stored_name(path, names) for path in shapes}
     _check_names(set(stored_names.values()), tensors, ignored=ignored, source=source)
@@ -86,6 +90,16 @@ def build_llama(
 def parameter_shapes(config: LlamaConfig, *, dtype: DTypeLike) -> dict[ParameterPath, jax.ShapeDtypeStruct]:
     """Every parameter's shape, without making any."""
     return _flatten(_abstract_llama(config, dtype=dtype))
+
+
+def check_layers(config: LlamaConfig, stored: int, *, source: pathlib.Path) -> None:
+    """Raises a ValueError before layers are made that a checkpoint of `stored` tensors cannot hold.
+
+    Each has two norms, attention's four matrices and the MLP's three.
+    """
+    layers = config.num_hidden_layers
+    if 9 * layers > max(stored, _FEW_TENSORS):
+        raise ValueError(f"{source} holds {stored} tensors, too few for the {layers} layers of its configuration.")
 
 
 def parameters(model: Llama) -> dict[ParameterPath, Float[Array, "..."]]:
@@ -150,4 +164,20 @@ def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
 def _read(tensor: StoredTensor, path: ParameterPath, *, dtype: DTypeLike) -> Float[Array, "..."]:
     values = tensor.read()
     # Always a copy: JAX may use the memory of a NumPy array as it is, and this one may be a mapped file.
-    return jax.device_put(np.array(values.T if _transposed(path) else values, dtype=dtype, order="C"))
+    values = np.array(values.T if _transposed(path) else values, dtype=dtype, order="C")
+    check_finite(values, name=tensor.name, file=tensor.file)
+    return jax.device_put(values)
+
+
+def check_finite(values: Float[np.ndarray, "..."], *, name: str, file: pathlib.Path) -> None:
+    """Raises a ValueError where a tensor, as it will be used, holds infinities or what is not a number.
+
+    Two maxima of whole numbers, 1 % of a load: the exponent's bits are all set in these, so that no finite number has
+    as many, read as a whole number, with the sign's bit or without.
+    """
+    bits = 8 * values.dtype.itemsize
+    infinity = int(np.array(np.inf, values.dtype).view(f"u{values.dtype.itemsize}"))
+    negative = infinity + (1 << bits - 1)
+    if values.view(f"i{bits // 8}").max() >= infinity or values.view(f"u{bits // 8}").max() >= negative:
+        count = int((~np.isfinite(values)).sum())
+        raise ValueError(f"{file}: the tensor {name!r} must hold finite numbers, got {count} that are not.")
