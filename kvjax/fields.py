@@ -96,7 +96,8 @@ class Fields:
         if not math.isfinite(value):
             self.fail(name, "must be finite")
         if not at_least <= value <= at_most:
-            self.fail(name, f"must be from {at_least:g} to {at_most:g}")
+            bounds = f"from {at_least:g} to {at_most:g}" if at_least > -math.inf else f"at most {at_most:g}"
+            self.fail(name, f"must be {bounds if at_most < math.inf else f'at least {at_least:g}'}")
         return value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:

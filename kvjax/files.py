@@ -5,9 +5,9 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -133,22 +133,23 @@ def read_json(file: str | pathlib.Path, *, limit: int = TEXT_LIMIT) -> dict[str,
 
 
 def write_bytes(file: str | pathlib.Path, content: bytes) -> None:
-    """Writes a file whole or not at all: a kill, a full disk or a power loss leaves what was there before."""
-    file = pathlib.Path(file)
-    handle, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".part")
+    """Writes a file whole or not at all: a kill, a full disk or a power loss leaves what was there before.
+
+    A link stays one: what it leads to is replaced. A file that was there keeps its permissions.
+    """
+    file = pathlib.Path(os.path.realpath(file))
+    part = _beside(file)
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with part.open("xb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp's files are their owner's alone; these are as readable as any other new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(part, 0o666 & ~mask)
-        os.replace(part, file)
+        if file.exists():
+            part.chmod(stat.S_IMODE(file.stat().st_mode))
+        part.replace(file)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(part)
+            part.unlink()
         raise
     flush_folder(file.parent)
 
@@ -174,16 +175,14 @@ def new_folder(path: str | pathlib.Path, *, argument: str) -> Iterator[pathlib.P
     Raises:
         ValueError: `path` holds something already.
     """
-    path = pathlib.Path(path).absolute()
+    path = pathlib.Path(os.path.realpath(path))
     check_free(path, argument=argument)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
+    part = _beside(path)
     try:
+        part.mkdir()
         yield part
-        mask = os.umask(0)
-        os.umask(mask)
-        part.chmod(0o777 & ~mask)
-        flush_folder(part)
+        _flush_files(part)
         # Over an empty folder; POSIX renames onto one.
         part.replace(path)
     except BaseException:
@@ -207,3 +206,18 @@ def flush_folder(folder: pathlib.Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _flush_files(folder: pathlib.Path) -> None:
+    """Has everything in a folder reach the disk: its name must not be there before its files are."""
+    for place, _, names in folder.walk():
+        for name in names:
+            with (place / name).open("rb") as stream:
+                os.fsync(stream.fileno())
+        flush_folder(place)
+
+
+def _beside(path: pathlib.Path) -> pathlib.Path:
+    """A hidden name in the same folder that nothing has."""
+    # A part of the name: the longest one leaves no room for more.
+    return path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.part")

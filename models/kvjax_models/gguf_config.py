@@ -35,7 +35,7 @@ _KNOWN = """
     attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon
     rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor rope.scale_linear
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
-    tensor_data_layout pooling_type
+    attention.layer_norm_epsilon tensor_data_layout pooling_type
 """.split()  # noqa: SIM905 (a list takes a line for each)
 _STOP_KEYS = ("eos", "eot", "eom")
 _SIZES = {

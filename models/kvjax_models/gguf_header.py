@@ -8,6 +8,7 @@ Every count and length is held against the bytes that are left before anything i
 
 import itertools
 import pathlib
+import struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ _SCALARS = {
 
 #: Most dimensions that a tensor has, ggml's own limit.
 _DIMENSIONS = 4
+_LENGTH = struct.Struct("<Q")
 #: Fewest bytes of a string and of an array within an array: their lengths, and the type of entries.
 _STRING_BYTES, _ARRAY_BYTES = 8, 12
 #: How deep arrays may lie in arrays; no known key has any.
@@ -169,10 +171,12 @@ class _Cursor:
         self.need(_STRING_BYTES * count)
         content, position, strings = self.content, self.position, []
         for _ in range(count):
-            start = position + 8
-            position = start + int.from_bytes(content[start - 8 : start], "little")
+            start = position + _STRING_BYTES
+            if start > len(content):
+                break
+            position = start + _LENGTH.unpack_from(content, position)[0]
             strings.append(str(content[start:position], "utf-8", "replace"))
-        self.need(position - self.position)
+        self.need(position - self.position + _STRING_BYTES * (count - len(strings)))
         self.position = position
         return strings
 
