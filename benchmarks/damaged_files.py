@@ -83,7 +83,7 @@ def measure(kind: Any, inputs: int, seed: int) -> list[tuple[Outcome, bytes]]:
             deadline=None,
             database=None,
             phases=[hypothesis.Phase.generate],
-            suppress_health_check=list(hypothesis.HealthCheck),
+            suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
         )
         @hypothesis.given(kind.damaged(whole))
         def each(content: bytes) -> None:

@@ -1,5 +1,6 @@
 """GGUF checkpoints, as llama.cpp writes them for Llama-family models."""
 
+import dataclasses
 import functools
 import math
 import mmap
@@ -17,7 +18,7 @@ from kvjax.files import open_regular, reading
 from kvjax_models.config import LlamaConfig
 from kvjax_models.gguf_config import config_from_gguf
 from kvjax_models.gguf_header import TensorEntry, check_apart, read_header
-from kvjax_models.weights import StoredTensor
+from kvjax_models.weights import StoredTensor, check_finite
 
 #: Types of tensors that are read; the gguf package knows their blocks.
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -37,6 +38,8 @@ NAMES = {
     "layers.up_proj": "blk.{layer}.ffn_up",
     "layers.down_proj": "blk.{layer}.ffn_down",
 }
+#: Quantised type: the bytes of a block's float16 scales. Where these are finite, so is everything that they scale.
+_SCALES = {"Q8_0": (0, 2), "Q4_0": (0, 2), "Q4_1": (0, 4), "Q4_K": (0, 4), "Q6_K": (208, 210)}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 #: Quantised bytes that become values at once.
@@ -120,8 +123,19 @@ def _stored(name: str, entry: TensorEntry, content: memoryview, file: pathlib.Pa
         from gguf import GGMLQuantizationType
     kind = GGMLQuantizationType(entry.type_number).name
     raw = np.frombuffer(content, np.uint8, offset=entry.start).reshape(*entry.shape[:-1], -1)
-    read = functools.partial(dequantized, raw, kind)
-    return StoredTensor(name=name, file=file, shape=entry.shape, dtype=kind, read=read)
+    read = functools.partial(_read, raw, kind, name, file)
+    return StoredTensor(name=name, file=file, shape=entry.shape, dtype=kind, read=read, finite=kind in _SCALES)
+
+
+def _read(raw: Shaped[np.ndarray, "*rows bytes"], kind: str, name: str, file: pathlib.Path) -> np.ndarray:
+    if kind in _SCALES:
+        with extra("gguf", purpose="Reading GGUF"):
+            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+        first, last = _SCALES[kind]
+        scales = raw.reshape(-1, block_bytes)[:, first:last].copy().view(np.float16)
+        check_finite(scales, name=name, file=file)
+    return dequantized(raw, kind)
 
 
 def dequantized(raw: Shaped[np.ndarray, "*rows bytes"], kind: str) -> Float[np.ndarray, "*rows columns"]:
@@ -149,7 +163,7 @@ def _in_hugging_face_order(stored: Mapping[str, StoredTensor], config: LlamaConf
         projection = name.split(".")[-2] if "." in name else name
         if projection in heads and tensor.shape[0] == heads[projection] * config.head_dim:
             read = functools.partial(_read_split, tensor, heads[projection])
-            tensors[name] = StoredTensor(name=name, file=tensor.file, shape=tensor.shape, dtype=tensor.dtype, read=read)
+            tensors[name] = dataclasses.replace(tensor, read=read)
     return tensors
 
 

@@ -17,7 +17,13 @@ def test_a_damaged_file_loads_or_is_refused_by_name(kind, tmp_path):
     kind.read(tmp_path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    @settings(max_examples=25, deadline=2000, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=25,
+        deadline=2000,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
     @given(kind.damaged(file.read_bytes()))
     def check(content):
         file.write_bytes(content)

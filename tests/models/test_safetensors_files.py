@@ -270,7 +270,9 @@ def test_a_weight_that_is_not_finite_is_named(folder, tensors, store, value, dty
     damaged = np.array(tensors[Q_PROJ], dtype)
     damaged[3, 5] = value
     store(tensors | {Q_PROJ: damaged})
-    with pytest.raises(ValueError, match=rf"model.safetensors: the tensor '{Q_PROJ}' must hold finite .* got 1 that"):
+    with pytest.raises(
+        ValueError, match=rf"model.safetensors: the tensor '{Q_PROJ}' must hold finite numbers, got {value}"
+    ):
         kvjax_models.load(folder)
 
 
