@@ -5,6 +5,7 @@ each other and on its format: msgspec, the lightest, would add 45 ms to a start 
 """
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
@@ -12,6 +13,15 @@ _REQUIRED: Final = object()
 
 #: Largest size of anything in a file: tensors and contexts of more do not exist.
 LARGEST = 1 << 40
+
+#: Shows values of foreign files: neither long ones nor nested ones make a long message, or a slow one.
+_SHORT = reprlib.Repr(maxlevel=3, maxlist=8, maxdict=8, maxstring=100, maxlong=60, maxother=100)
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value from a foreign file, on one line, for a message."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 class Fields:
@@ -34,11 +44,21 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self.values.get(self.prefix + name) is not None
 
-    def fail(self, name: str, rule: str) -> NoReturn:
-        """Raises the ValueError that a field breaks a rule: "must be an integer"."""
-        shown = repr(self.values.get(self.prefix + name))
-        shown = shown if len(shown) <= 100 else f"{shown[:97]}..."
-        raise ValueError(f"{self.source}: `{self.prefix}{name}` {rule}, got {shown}.")
+    def named(self, name: str) -> str:
+        """The file and the field, to begin a message with."""
+        # A foreign name may be long, or hold what no terminal shows.
+        return f"{self.source}: `{self.prefix}{name if name.isidentifier() else shown(name)[1:-1]}`"
+
+    def fail(self, name: str, rule: str, got: Any = _REQUIRED) -> NoReturn:
+        """Raises the ValueError that a field breaks a rule: "must be an integer".
+
+        Args:
+            name: the field.
+            rule: what it breaks.
+            got: what came, where that is not the whole value.
+        """
+        got = self.values.get(self.prefix + name) if got is _REQUIRED else got
+        raise ValueError(f"{self.named(name)} {rule}, got {shown(got)}.")
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """A value of any type."""
@@ -46,7 +66,7 @@ class Fields:
         if value is not None:
             return value
         if default is _REQUIRED:
-            raise ValueError(f"{self.source}: `{self.prefix}{name}` is missing.")
+            raise ValueError(f"{self.named(name)} is missing.")
         return default
 
     def integer(self, name: str, default: Any = _REQUIRED, *, at_least: int = 0, at_most: int = LARGEST) -> Any:
@@ -76,7 +96,8 @@ class Fields:
         if not math.isfinite(value):
             self.fail(name, "must be finite")
         if not at_least <= value <= at_most:
-            self.fail(name, f"must be from {at_least:g} to {at_most:g}")
+            bounds = f"from {at_least:g} to {at_most:g}" if at_least > -math.inf else f"at most {at_most:g}"
+            self.fail(name, f"must be {bounds if at_most < math.inf else f'at least {at_least:g}'}")
         return value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -124,4 +145,4 @@ class Fields:
             return value
         if not isinstance(value, dict):
             self.fail(name, "must be an object")
-        return Fields(value, source=f"{self.source}: `{self.prefix}{name}`")
+        return Fields(value, source=self.named(name))

@@ -4,14 +4,18 @@ import contextlib
 import json
 import os
 import pathlib
+import re
+import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 #: Largest text file that is read whole, in bytes: the tokenizers of 260,000 tokens take 35 MB.
 TEXT_LIMIT = 256 * 1024 * 1024
+
+#: What git leaves in a large file's place where git-lfs did not run.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @contextlib.contextmanager
@@ -30,7 +34,8 @@ def reading(file: str | pathlib.Path, *, what: str) -> Iterator[None]:
     except (ImportError, NotImplementedError):
         raise
     except ValueError as error:
-        if str(file) in str(error):
+        # Not as a part of another word: "a" is in most sentences.
+        if re.search(rf"(?<![\w.-]){re.escape(str(file))}(?!\w)", str(error)):
             raise
         raise ValueError(f"{file} is not {what}: {_reason(error)}") from error
     except Exception as error:
@@ -56,21 +61,42 @@ def _reason(error: BaseException) -> str:
     return text if text.endswith((".", "...")) else f"{text}."
 
 
+@contextlib.contextmanager
+def open_regular(file: str | pathlib.Path) -> Iterator[BinaryIO]:
+    """A regular file opened for reading, at its first byte.
+
+    Raises:
+        ValueError: no such file, a folder, a pipe or a device, a git-lfs pointer, or a file that cannot be read.
+    """
+    with contextlib.ExitStack() as stack:
+        with reading(file, what="a file that can be read"):
+            # A named pipe would wait for a writer for ever.
+            handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+            stack.callback(os.close, handle)
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise ValueError("it is no regular file.")
+            stream = stack.enter_context(open(handle, "rb", closefd=False))
+            if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ValueError("it is a git-lfs pointer to the file; `git lfs pull` fetches the file itself.")
+            stream.seek(0)
+        yield stream
+
+
 def read_bytes(file: str | pathlib.Path, *, limit: int = TEXT_LIMIT) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises:
-        ValueError: no such file, a folder or a device, a file over the limit, or one that cannot be read.
+        ValueError: no such file, a folder, a pipe or a device, a git-lfs pointer, a file over the limit, or one that
+            cannot be read.
     """
-    file = pathlib.Path(file)
-    with reading(file, what="a file that can be read"):
-        status = file.stat()
-        # A named pipe would wait for a writer for ever.
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file.")
-        if status.st_size > limit:
-            raise ValueError(f"it has {status.st_size:,} bytes, over the limit of {limit:,}.")
-        return file.read_bytes()
+    with open_regular(file) as stream, reading(file, what="a file that can be read"):
+        size = os.fstat(stream.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"it has {size:,} bytes, over the limit of {limit:,}.")
+        content = stream.read(size + 1)
+        if len(content) > size:
+            raise ValueError("it grew while it was read.")
+        return content
 
 
 def read_text(file: str | pathlib.Path, *, limit: int = TEXT_LIMIT) -> str:
@@ -107,22 +133,23 @@ def read_json(file: str | pathlib.Path, *, limit: int = TEXT_LIMIT) -> dict[str,
 
 
 def write_bytes(file: str | pathlib.Path, content: bytes) -> None:
-    """Writes a file whole or not at all: a kill, a full disk or a power loss leaves what was there before."""
-    file = pathlib.Path(file)
-    handle, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".part")
+    """Writes a file whole or not at all: a kill, a full disk or a power loss leaves what was there before.
+
+    A link stays one: what it leads to is replaced. A file that was there keeps its permissions.
+    """
+    file = pathlib.Path(os.path.realpath(file))
+    part = _beside(file)
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with part.open("xb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp's files are their owner's alone; these are as readable as any other new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(part, 0o666 & ~mask)
-        os.replace(part, file)
+        if file.exists():
+            part.chmod(stat.S_IMODE(file.stat().st_mode))
+        part.replace(file)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(part)
+            part.unlink()
         raise
     flush_folder(file.parent)
 
@@ -148,16 +175,14 @@ def new_folder(path: str | pathlib.Path, *, argument: str) -> Iterator[pathlib.P
     Raises:
         ValueError: `path` holds something already.
     """
-    path = pathlib.Path(path).absolute()
+    path = pathlib.Path(os.path.realpath(path))
     check_free(path, argument=argument)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
+    part = _beside(path)
     try:
+        part.mkdir()
         yield part
-        mask = os.umask(0)
-        os.umask(mask)
-        part.chmod(0o777 & ~mask)
-        flush_folder(part)
+        _flush_files(part)
         # Over an empty folder; POSIX renames onto one.
         part.replace(path)
     except BaseException:
@@ -181,3 +206,18 @@ def flush_folder(folder: pathlib.Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _flush_files(folder: pathlib.Path) -> None:
+    """Has everything in a folder reach the disk: its name must not be there before its files are."""
+    for place, _, names in folder.walk():
+        for name in names:
+            with (place / name).open("rb") as stream:
+                os.fsync(stream.fileno())
+        flush_folder(place)
+
+
+def _beside(path: pathlib.Path) -> pathlib.Path:
+    """A hidden name in the same folder that nothing has."""
+    # A part of the name: the longest one leaves no room for more.
+    return path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.part")

@@ -1,10 +1,9 @@
 """`kvjax models`: what a checkpoint is."""
 
 import argparse
-import collections
 import math
-import pathlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.loading import model_name, model_source, prepare_jax
@@ -12,24 +11,6 @@ from kvjax.cli.progress import activity
 
 if TYPE_CHECKING:
     import kvjax_models
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint, mostly without its weights.
-
-    Attributes:
-        kind: its format.
-        path: where it lies.
-        config: the model's configuration.
-        tokenizer: None where it has none.
-        stored: how many tensors are stored in each type.
-    """
-
-    kind: str
-    path: pathlib.Path
-    config: "kvjax_models.LlamaConfig"
-    tokenizer: "kvjax_models.Tokenizer | None"
-    stored: collections.Counter[str]
 
 
 def add_subcommand(subcommands: Any) -> None:
@@ -57,52 +38,16 @@ def run(args: argparse.Namespace) -> int:
     source = model_source(args.model)
     prepare_jax()
     with activity(f"Reading {model_name(args.model)}"):
-        checkpoint = open_checkpoint(source)
-        lines = describe(checkpoint)
+        import kvjax_models
+
+        lines = describe(kvjax_models.describe(source))
     print(model_name(args.model))
     for name, text in lines.items():
         print(f"  {name:<14}{text}")
     return 0
 
 
-def open_checkpoint(source: str) -> Checkpoint:
-    """Reads what can be known without the weights; Orbax's are loaded.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: the checkpoint is damaged or not supported.
-    """
-    import kvjax_models
-    from kvjax_models import gguf_files, safetensors_files
-    from kvjax_models.gguf_tokenizer import tokenizer_from_gguf
-    from kvjax_models.hub import download, is_hub_name
-    from kvjax_models.hugging_face_config import config_from_hugging_face
-    from kvjax_models.json_files import read_json
-    from kvjax_models.tokenizer_files import tokenizer_from_folder
-
-    path = pathlib.Path(source).expanduser()
-    if not path.exists() and is_hub_name(source):
-        path = download(source)
-    if path.suffix == ".gguf" and path.is_file():
-        config, metadata, tensors = gguf_files.open_gguf(path)
-        stored = collections.Counter(tensor.dtype for tensor in tensors.values())
-        return Checkpoint("GGUF", path, config, tokenizer_from_gguf(metadata, file=path), stored)
-    weights = [path / safetensors_files.SINGLE_FILE, path / safetensors_files.INDEX_FILE]
-    if (path / "config.json").exists() and any(file.exists() for file in weights):
-        generation = path / "generation_config.json"
-        config = config_from_hugging_face(
-            read_json(path / "config.json"), read_json(generation) if generation.exists() else {}
-        )
-        tensors = safetensors_files.stored_tensors(path)
-        stored = collections.Counter(tensor.dtype for tensor in tensors.values())
-        return Checkpoint("safetensors", path, config, tokenizer_from_folder(path), stored)
-    # Orbax, or an error that says what is wrong.
-    loaded = kvjax_models.load(str(path))
-    stored = collections.Counter({loaded.params.spec.dtype: len(_shapes(loaded.config))})
-    return Checkpoint("Orbax", path, loaded.config, loaded.tokenizer, stored)
-
-
-def describe(checkpoint: Checkpoint) -> dict[str, str]:
+def describe(checkpoint: "kvjax_models.Description") -> dict[str, str]:
     """What to tell about a checkpoint, by heading."""
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     parameters = sum(math.prod(shape) for shape in _shapes(config))
@@ -115,7 +60,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
         "attention": f"{config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads, "
         f"head size {config.head_dim}",
         "parameters": f"{parameters:,}{tied}",
-        "stored as": ", ".join(f"{dtype} ({count} tensors)" for dtype, count in checkpoint.stored.most_common()),
+        "stored as": ", ".join(f"{dtype} ({count} tensors)" for dtype, count in _by_count(checkpoint.stored)),
         "context": f"{config.max_position_embeddings:,} tokens",
         "RoPE": _rope(config),
         "tokenizer": "none" if tokenizer is None else f"{tokenizer.backend.get_vocab_size():,} tokens",
@@ -123,6 +68,10 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
         "stop tokens": _stop_tokens(checkpoint),
         "KV cache": f"{4 * numbers:,} bytes a token in float32, {2 * numbers:,} in bfloat16",
     }
+
+
+def _by_count(stored: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(stored.items(), key=lambda entry: -entry[1])
 
 
 def _shapes(config: "kvjax_models.LlamaConfig") -> list[tuple[int, ...]]:
@@ -136,7 +85,7 @@ def _rope(config: "kvjax_models.LlamaConfig") -> str:
     return f"theta {config.rope.theta:g}, {'not scaled' if scaling is None else f'scaled: {scaling}'}"
 
 
-def _stop_tokens(checkpoint: Checkpoint) -> str:
+def _stop_tokens(checkpoint: "kvjax_models.Description") -> str:
     tokenizer = checkpoint.tokenizer
     texts = [
         str(token) if tokenizer is None else f"{tokenizer.decode([token], skip_special_tokens=False)} ({token})"

@@ -48,3 +48,21 @@ def download(name: str, *, revision: str | None = None) -> pathlib.Path:
             f"is not set), set HF_TOKEN for a gated model, or pass a folder of safetensors or a .gguf file."
         ) from error
     return pathlib.Path(folder)
+
+
+def download_config(name: str) -> pathlib.Path:
+    """Fetches a checkpoint's config.json alone, or finds it in the hub's cache.
+
+    Raises:
+        FileNotFoundError: the hub cannot be reached and the cache lacks the file, or there is none.
+    """
+    with extra("hub", purpose=f"Reading the configuration of {name!r} from the Hugging Face hub"):
+        import huggingface_hub
+    try:
+        return pathlib.Path(huggingface_hub.hf_hub_download(name, "config.json"))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise FileNotFoundError(
+            f"the configuration of {name!r} could not be fetched from the Hugging Face hub ({type(error).__name__}: "
+            f"{reason}); give the path of a config.json."
+        ) from error

@@ -1,32 +1,40 @@
 """The RoPE fields of config.json: old style (`rope_theta`, `rope_scaling`) and new (`rope_parameters`)."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from kvjax.fields import Fields
 from kvjax.rope import LinearScaling, Llama3Scaling, Rope
+from kvjax_models.config import LARGEST_SIZES, LARGEST_THETA
+
+#: Bounds of what positions or frequencies are divided by.
+FACTOR_RANGE = (1.0, 1e6)
 
 _LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # RoPE type: the fields that it needs. Any other field is an error.
 _FIELDS = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_FIELDS}
+_ALWAYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
 
-def rope_from_hugging_face(fields: Mapping[str, Any], *, head_dim: int) -> Rope:
+def rope_from_hugging_face(fields: Fields, *, head_dim: int) -> Rope:
     """Builds the rotary embedding that config.json describes.
 
     Raises:
         ValueError: a field is missing, wrong or not supported; the message names it and its value.
     """
-    style, parameters = _parameters(fields)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in _FIELDS:
-        raise ValueError(f"`{style}` must have a rope_type of {list(_FIELDS)}, got {kind!r}: {parameters!r}.")
-    _check_fields(style, parameters, kind=kind)
-    theta = parameters.get("rope_theta", fields.get("rope_theta", 10000.0))
-    if "rope_theta" in parameters and fields.get("rope_theta", theta) != theta:
-        raise ValueError(f"`rope_theta` is {fields['rope_theta']!r}, but `{style}` says {theta!r}.")
-    if not isinstance(theta, int | float) or not theta > 1:
-        raise ValueError(f"`rope_theta` must be a number above 1, got {theta!r}.")
-    return Rope(head_dim=head_dim, theta=float(theta), scaling=_scaling(kind, parameters))
+    if head_dim % 2:
+        raise ValueError(f"{fields.source}: `head_dim` must be even for RoPE, got {head_dim}.")
+    parameters = _parameters(fields)
+    kinds = {parameters.choice(name, tuple(_FIELDS), "default") for name in ("rope_type", "type") if name in parameters}
+    if len(kinds) > 1:
+        parameters.fail("type", f"contradicts the `rope_type` {parameters.take('rope_type')!r}")
+    kind = kinds.pop() if kinds else "default"
+    for name in parameters.values:
+        if name in parameters and name not in (*_ALWAYS, *_FIELDS[kind]):
+            parameters.fail(name, f"is not supported for {kind!r}")
+    if parameters.number("partial_rotary_factor", 1.0) != 1:
+        parameters.fail("partial_rotary_factor", "must be 1")
+    scaling = _scaling(kind, parameters, original=fields.take("original_max_position_embeddings", None))
+    return Rope(head_dim=head_dim, theta=_theta(fields, parameters), scaling=scaling)
 
 
 def rope_fields(rope: Rope) -> dict[str, Any]:
@@ -47,44 +55,38 @@ def rope_fields(rope: Rope) -> dict[str, Any]:
     return fields
 
 
-def _parameters(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    styles = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
-    if len(styles) == 2 and fields["rope_parameters"] != fields["rope_scaling"]:
-        raise ValueError(
-            f"`rope_scaling` is {fields['rope_scaling']!r}, but `rope_parameters` says {fields['rope_parameters']!r}."
-        )
-    style = styles[0] if styles else "rope_scaling"
-    parameters = fields.get(style) or {}
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"`{style}` must be an object, got {parameters!r}.")
-    return style, parameters
+def _parameters(fields: Fields) -> Fields:
+    empty = Fields({}, source=fields.source)
+    new, old = (fields.nested(name, empty) for name in ("rope_parameters", "rope_scaling"))
+    if new.values and old.values and new.values != old.values:
+        fields.fail("rope_scaling", "contradicts `rope_parameters`")
+    return new if new.values else old
 
 
-def _check_fields(style: str, parameters: Mapping[str, Any], *, kind: str) -> None:
-    if parameters.get("partial_rotary_factor", 1) != 1:
-        got = parameters["partial_rotary_factor"]
-        raise ValueError(f"`partial_rotary_factor` in `{style}` must be 1, got {got!r}: not supported.")
-    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_FIELDS[kind]}
-    for name in parameters:
-        if name not in known:
-            raise ValueError(f"`{name}` in `{style}` is not supported for {kind!r}, got {parameters[name]!r}.")
-    for name in _FIELDS[kind]:
-        value = parameters.get(name)
-        if not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"`{name}` in `{style}` must be a positive number for {kind!r}, got {value!r}.")
+def _theta(fields: Fields, parameters: Fields) -> float:
+    thetas = {}
+    for place in (parameters, fields):
+        if "rope_theta" in place:
+            thetas[place] = place.number("rope_theta", at_most=LARGEST_THETA)
+            if not thetas[place] > 1:
+                place.fail("rope_theta", "must be a number above 1")
+    if len(set(thetas.values())) > 1:
+        fields.fail("rope_theta", f"contradicts the {thetas[parameters]!r} among RoPE's parameters")
+    return next(iter(thetas.values()), 10000.0)
 
 
-def _scaling(kind: str, parameters: Mapping[str, Any]) -> LinearScaling | Llama3Scaling | None:
+def _scaling(kind: str, parameters: Fields, *, original: Any) -> LinearScaling | Llama3Scaling | None:
     if kind == "default":
         return None
+    smallest, largest = FACTOR_RANGE
+    factor = parameters.number("factor", at_least=smallest, at_most=largest)
     if kind == "linear":
-        return LinearScaling(factor=float(parameters["factor"]))
-    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+        return LinearScaling(factor=factor)
+    low, high = (parameters.number(f"{end}_freq_factor", at_least=1e-3, at_most=largest) for end in ("low", "high"))
     if not high > low:
-        raise ValueError(f"`high_freq_factor` must exceed `low_freq_factor`, got {high!r} and {low!r}.")
-    return Llama3Scaling(
-        factor=float(parameters["factor"]),
-        low_freq_factor=float(low),
-        high_freq_factor=float(high),
-        original_max_positions=int(parameters["original_max_position_embeddings"]),
-    )
+        parameters.fail("high_freq_factor", f"must exceed the `low_freq_factor` {low:g}")
+    most = LARGEST_SIZES["max_position_embeddings"]
+    positions = parameters.integer("original_max_position_embeddings", at_least=1, at_most=most)
+    if original not in (None, positions):
+        parameters.fail("original_max_position_embeddings", "contradicts the field of that name outside")
+    return Llama3Scaling(factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_positions=positions)

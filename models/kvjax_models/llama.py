@@ -22,12 +22,17 @@ def _weights(shape: tuple[int, ...], dtype: DTypeLike, *, scale: float, rngs: nn
     return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * scale)
 
 
+def _vector(size: int, value: float, dtype: DTypeLike, *, rngs: nnx.Rngs | None) -> nnx.Param:
+    """One number `size` times; without `rngs` only the shape."""
+    return nnx.Param(jax.ShapeDtypeStruct((size,), dtype) if rngs is None else jnp.full((size,), value, dtype))
+
+
 class Linear(nnx.Module):
     """`x @ kernel + bias`; the kernel is stored [in, out], several times faster for one row than [out, in]."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs | None):
         self.kernel = _weights((inputs, outputs), dtype, scale=1 / math.sqrt(inputs), rngs=rngs)
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+        self.bias = _vector(outputs, 0, dtype, rngs=rngs) if bias else None
 
     def __call__(self, x: Float[Array, "... inputs"]) -> Float[Array, "... outputs"]:
         """Applies the layer to the last axis."""
@@ -40,8 +45,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation, computed in float32 (arXiv 1910.07467)."""
 
-    def __init__(self, size: int, *, epsilon: float, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
+    def __init__(self, size: int, *, epsilon: float, dtype: DTypeLike, rngs: nnx.Rngs | None):
+        self.scale = _vector(size, 1, dtype, rngs=rngs)
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
@@ -84,12 +89,12 @@ class DecoderLayer(nnx.Module):
         kv_size = config.num_key_value_heads * config.head_dim
         attention = {"bias": config.attention_bias, "dtype": dtype, "rngs": rngs}
         mlp = {"bias": config.mlp_bias, "dtype": dtype, "rngs": rngs}
-        self.input_norm = RMSNorm(hidden, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.input_norm = RMSNorm(hidden, epsilon=config.rms_norm_eps, dtype=dtype, rngs=rngs)
         self.q_proj = Linear(hidden, query_size, **attention)
         self.k_proj = Linear(hidden, kv_size, **attention)
         self.v_proj = Linear(hidden, kv_size, **attention)
         self.o_proj = Linear(query_size, hidden, **attention)
-        self.post_attention_norm = RMSNorm(hidden, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.post_attention_norm = RMSNorm(hidden, epsilon=config.rms_norm_eps, dtype=dtype, rngs=rngs)
         self.gate_proj = Linear(hidden, inner, **mlp)
         self.up_proj = Linear(hidden, inner, **mlp)
         self.down_proj = Linear(inner, hidden, **mlp)
@@ -118,8 +123,8 @@ class Llama(nnx.Module):
     Args:
         config: the static configuration.
         dtype: of every parameter.
-        rngs: of random weights. None makes a model without weights, whose matrices are `jax.ShapeDtypeStruct`s: what
-            a checkpoint fills, and what programs can be compiled for.
+        rngs: of random weights. None makes a model without weights, of `jax.ShapeDtypeStruct`s: what a checkpoint
+            fills, and what programs can be compiled for.
 
     Attributes:
         config: the static configuration.
@@ -132,7 +137,7 @@ class Llama(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = _weights(shape, dtype, scale=0.02, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype, rngs=rngs)
         self.lm_head = (
             None
             if config.tie_word_embeddings

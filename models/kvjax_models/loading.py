@@ -2,19 +2,17 @@
 
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from kvjax_models import gguf_files, safetensors_files
-from kvjax_models.checkpoint import WEIGHTS_FOLDER, load_checkpoint, save_checkpoint
+from kvjax_models.checkpoint import load_checkpoint, save_checkpoint
 from kvjax_models.config import LlamaConfig
 from kvjax_models.gguf_tokenizer import tokenizer_from_gguf
-from kvjax_models.hub import download, is_hub_name
-from kvjax_models.hugging_face_config import config_from_hugging_face
-from kvjax_models.json_files import read_json
 from kvjax_models.llama import Llama
+from kvjax_models.sources import find_source, folder_config, has_orbax
 from kvjax_models.tokenizer import Tokenizer
 from kvjax_models.tokenizer_files import tokenizer_from_folder
 from kvjax_models.weights import build_llama, parameter_dtype
@@ -50,7 +48,9 @@ def load(
 
     Args:
         source: a folder of safetensors with config.json, a .gguf file, a folder that `save` wrote, or a name
-            on the Hugging Face hub such as "HuggingFaceTB/SmolLM2-135M-Instruct". What exists here is a path.
+            on the Hugging Face hub such as "HuggingFaceTB/SmolLM2-135M-Instruct". What exists here is a path. Of
+            a folder's safetensors, model.safetensors is read where it is there, else the shards that
+            model.safetensors.index.json lists, as transformers does; weights of two formats are an error.
         dtype: float32 or bfloat16, of every parameter. None: as saved by `save`; else bfloat16 where all
             matrices are stored so, and float32 otherwise (float16 and quantised weights lose nothing in it).
         tokenizer: load the tokenizer too, which needs the extra "text".
@@ -58,17 +58,12 @@ def load(
 
     Raises:
         FileNotFoundError: `source` or a file that it names is not there.
-        ValueError: the checkpoint is damaged, contradicts its configuration, or is not supported; or `dtype`.
+        ValueError: the checkpoint is damaged, contradicts its configuration, holds weights that are not finite, or is
+            not supported; or `dtype`.
         ImportError: a package for this kind of checkpoint is not installed.
     """
     _check_dtype(dtype)
-    path = pathlib.Path(source).expanduser()
-    if not path.exists():
-        if not isinstance(source, str) or not is_hub_name(source):
-            raise FileNotFoundError(f"`source` is no file or folder, nor a name on the hub: {str(source)!r}.")
-        path = download(source, revision=revision)
-    elif revision is not None:
-        raise ValueError(f"`revision` is for names on the hub, got {revision!r} with the path {path}.")
+    path = find_source(source, revision=revision)
     if path.is_file():
         return _load_gguf(path, dtype, tokenizer=tokenizer)
     return _load_folder(path, dtype, tokenizer=tokenizer)
@@ -103,8 +98,6 @@ def _check_dtype(dtype: DTypeLike | None) -> None:
 
 
 def _load_gguf(file: pathlib.Path, dtype: DTypeLike | None, *, tokenizer: bool) -> Loaded:
-    if file.suffix != ".gguf":
-        raise ValueError(f"`source` must be a .gguf file or a folder, got the file {file}.")
     config, metadata, tensors = gguf_files.open_gguf(file)
     model = build_llama(
         config,
@@ -118,16 +111,15 @@ def _load_gguf(file: pathlib.Path, dtype: DTypeLike | None, *, tokenizer: bool) 
 
 
 def _load_folder(folder: pathlib.Path, dtype: DTypeLike | None, *, tokenizer: bool) -> Loaded:
-    config = _folder_config(folder)
-    if (folder / WEIGHTS_FOLDER).is_dir():
-        model = load_checkpoint(folder, config, dtype)
-    else:
-        model = _load_safetensors(folder, config, dtype)
+    config = folder_config(folder)
+    model = load_checkpoint(folder, config, dtype) if has_orbax(folder) else _load_safetensors(folder, config, dtype)
     return Loaded(model, tokenizer_from_folder(folder) if tokenizer else None, config)
 
 
 def _load_safetensors(folder: pathlib.Path, config: LlamaConfig, dtype: DTypeLike | None) -> Llama:
     tensors = safetensors_files.stored_tensors(folder)
+    if config.tie_word_embeddings:
+        safetensors_files.check_tied(tensors)
     return build_llama(
         config,
         tensors,
@@ -136,16 +128,3 @@ def _load_safetensors(folder: pathlib.Path, config: LlamaConfig, dtype: DTypeLik
         dtype=parameter_dtype(tensors.values()) if dtype is None else dtype,
         source=folder,
     )
-
-
-def _folder_config(folder: pathlib.Path) -> LlamaConfig:
-    file, generation = folder / "config.json", folder / "generation_config.json"
-    if not file.exists():
-        found = sorted(path.name for path in folder.glob("*.gguf"))
-        hint = f" Pass one of its GGUF files: {', '.join(found)}." if found else ""
-        raise FileNotFoundError(f"{folder} holds no config.json.{hint}")
-    settings: dict[str, Any] = read_json(generation) if generation.exists() else {}
-    try:
-        return config_from_hugging_face(read_json(file), settings)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error

@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from kvjax.extras import extra
-from kvjax_models.json_files import read_json
+from kvjax.files import read_json
 from kvjax_models.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"

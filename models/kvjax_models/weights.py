@@ -20,6 +20,12 @@ ParameterPath = tuple[str | int, ...]
 #: Threads that read; NumPy and JAX work outside of Python's lock.
 _READERS = 2
 
+#: So many expected tensors are compared by name, whatever the checkpoint holds, so that a missing one can be named.
+_FEW_TENSORS = 2000
+
+#: Bytes that are converted at once.
+_PIECE_BYTES = 1 << 18
+
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
@@ -33,6 +39,7 @@ class StoredTensor:
         shape: as stored; matrices are [outputs, inputs].
         dtype: the format's name of its type, for example "BF16" or "Q4_1".
         read: gives its values, in a floating-point type of NumPy or ml_dtypes.
+        finite: `read` itself raises a ValueError where a value is not finite.
     """
 
     name: str
@@ -40,6 +47,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray]
+    finite: bool = False
 
 
 def parameter_dtype(tensors: Iterable[StoredTensor]) -> DTypeLike:
@@ -71,8 +79,9 @@ def build_llama(
         source: the checkpoint, for messages.
 
     Raises:
-        ValueError: tensors are missing, surplus or of the wrong shape.
+        ValueError: tensors are missing, surplus, of the wrong shape, or not finite.
     """
+    check_layers(config, len(tensors), source=source)
     shapes = parameter_shapes(config, dtype=dtype)
     stored_names = {path: _stored_name(path, names) for path in shapes}
     _check_names(set(stored_names.values()), tensors, ignored=ignored, source=source)
@@ -86,6 +95,16 @@ def build_llama(
 def parameter_shapes(config: LlamaConfig, *, dtype: DTypeLike) -> dict[ParameterPath, jax.ShapeDtypeStruct]:
     """Every parameter's shape, without making any."""
     return _flatten(_abstract_llama(config, dtype=dtype))
+
+
+def check_layers(config: LlamaConfig, stored: int, *, source: pathlib.Path) -> None:
+    """Raises a ValueError before layers are made that a checkpoint of `stored` tensors cannot hold.
+
+    Each has two norms, attention's four matrices and the MLP's three.
+    """
+    layers = config.num_hidden_layers
+    if 9 * layers > max(stored, _FEW_TENSORS):
+        raise ValueError(f"{source} holds {stored} tensors, too few for the {layers} layers of its configuration.")
 
 
 def parameters(model: Llama) -> dict[ParameterPath, Float[Array, "..."]]:
@@ -148,6 +167,31 @@ def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
 
 
 def _read(tensor: StoredTensor, path: ParameterPath, *, dtype: DTypeLike) -> Float[Array, "..."]:
-    values = tensor.read()
+    stored = tensor.read()
+    stored = stored.T if _transposed(path) else stored
     # Always a copy: JAX may use the memory of a NumPy array as it is, and this one may be a mapped file.
-    return jax.device_put(np.array(values.T if _transposed(path) else values, dtype=dtype, order="C"))
+    values = np.empty(stored.shape, dtype)
+    # Piece by piece, so that a piece is still in the processor's cache when it is looked at.
+    rows = max(1, _PIECE_BYTES * len(values) // values.nbytes)
+    for start in range(0, len(values), rows):
+        piece = values[start : start + rows]
+        piece[...] = stored[start : start + rows]
+        if not tensor.finite:
+            check_finite(piece, name=tensor.name, file=tensor.file)
+    return jax.device_put(values)
+
+
+def check_finite(values: Float[np.ndarray, "..."], *, name: str, file: pathlib.Path) -> None:
+    """Raises a ValueError where a tensor, as it will be used, holds infinities or what is not a number."""
+    bits = 8 * values.dtype.itemsize
+    # Infinities and what is no number have all bits of the exponent set, so that no finite number, read as a whole
+    # number with the sign's bit or without, is as large. Two maxima are several times as fast as `np.isfinite`.
+    infinity = int(np.array(np.inf, values.dtype).view(f"u{bits // 8}"))
+    if values.view(f"i{bits // 8}").max() >= infinity or values.view(f"u{bits // 8}").max() >= infinity + (
+        1 << bits - 1
+    ):
+        raise ValueError(f"{file}: the tensor {name!r} must hold finite numbers, got {_first_odd(values)}.")
+
+
+def _first_odd(values: Float[np.ndarray, "..."]) -> float:
+    return float(values[~np.isfinite(values)][0])

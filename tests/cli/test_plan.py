@@ -165,3 +165,28 @@ def test_a_damaged_configuration_is_one_sentence(plan, tmp_path):
     assert f"{file} is not JSON" in result.err
     with pytest.raises(UserError):
         read_config(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", 10**9),
+        ("max_position_embeddings", 10**30),
+        ("num_attention_heads", 0),
+        ("vocab_size", True),
+    ],
+)
+def test_sizes_that_no_model_has_are_one_sentence(plan, parity, tmp_path, name, value):
+    file = pathlib.Path(tmp_path / "config.json")
+    file.write_text(json.dumps(json.loads((parity / "tiny_seed0" / "config.json").read_text()) | {name: value}))
+    result = plan(str(file), "--context", "9")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert f"kvjax: error: {file}: `{name}` must be " in result.err
+
+
+def test_no_model_is_not_the_current_folder(plan, parity, monkeypatch):
+    monkeypatch.chdir(parity / "tiny_seed0")
+    result = plan("", "--context", "9")
+    assert result.code == 2
+    assert "must be a path or a name on the hub, got ''" in result.err

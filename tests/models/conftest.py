@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 import kvjax_models
+from kvjax.files import read_json
 from kvjax_models.hugging_face_config import config_from_hugging_face
-from kvjax_models.json_files import read_json
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",

@@ -101,6 +101,42 @@ REFUSED = [
     ({"llama.attention.head_count": 24}, r"`llama.embedding_length` must be a multiple .*4096 and 24"),
     ({"llama.logit_scale": 8.0}, r"`llama.logit_scale` must be 0.0, got 8.0"),
     ({"split.count": 3}, r"`split.count` must be 0, got 3"),
+    ({"general.type": "adapter"}, r"`general.type` must be 'model', got 'adapter'"),
+    ({"llama.rope.freq_base": 0.0}, r"`llama.rope.freq_base` must be a number above 1, got 0.0"),
+    ({"llama.rope.freq_base": math.nan}, r"`llama.rope.freq_base` must be finite, got nan"),
+    ({"llama.rope.freq_base": True}, r"`llama.rope.freq_base` must be a number, got True"),
+    ({"llama.rope.freq_base": 1e300}, r"`llama.rope.freq_base` must be at most 1e\+15, got 1e\+300"),
+    ({"llama.rope.scaling.factor": math.nan}, r"`llama.rope.scaling.factor` must be finite, got nan"),
+    ({"llama.rope.scaling.factor": -2.0}, r"`llama.rope.scaling.factor` must be 0 or from 1 .* got -2.0"),
+    ({"llama.rope.scale_linear": math.inf}, r"`llama.rope.scale_linear` must be finite, got inf"),
+    ({"llama.attention.layer_norm_rms_epsilon": math.inf}, r"layer_norm_rms_epsilon` must be finite, got inf"),
+    ({"llama.attention.layer_norm_rms_epsilon": 1e-320}, r"layer_norm_rms_epsilon` must be from 1e-30 to 1, got"),
+    ({"llama.block_count": 2**32 - 1}, r"`llama.block_count` must be from 1 to 4096, got 4294967295"),
+    ({"llama.attention.head_count": 0}, r"`llama.attention.head_count` must be from 1 to 4096, got 0"),
+    ({"llama.context_length": 10**30}, r"`llama.context_length` must be from 1 to 2147483647, got 1000"),
+    ({"llama.vocab_size": "many"}, r"`llama.vocab_size` must be an integer, got 'many'"),
+    ({"tokenizer.ggml.eos_token_id": 128256}, r"`tokenizer.ggml.eos_token_id` must be from 0 to 128255, got 128256"),
+    ({"tokenizer.ggml.eot_token_id": True}, r"`tokenizer.ggml.eot_token_id` must be an integer, got True"),
+    ({"tokenizer.ggml.bos_token_id": 2.0}, r"`tokenizer.ggml.bos_token_id` must be an integer, got 2.0"),
+    *(
+        ({f"llama.{key}": value}, rf"`llama.{key}` is no key of a plain Llama, got {value}")
+        for key, value in {
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "attention.max_alibi_bias": 8.0,
+            "attention.temperature_scale": 0.1,
+            "attention.output_scale": 0.5,
+            "expert_used_count": 2,
+            "rope.freq_base_swa": 10000.0,
+            "rope.dimension_sections": 4,
+            "nextn_predict_layers": 1,
+            "interleave_moe_layer_step": 2,
+        }.items()
+    ),
+    ({"llama.attention.clamp_kqv": 8.0}, r"`llama.attention.clamp_kqv` must be 0.0, got 8.0"),
+    ({"llama.attention.scale": 0.1}, r"`llama.attention.scale` must be 0.0, got 0.1"),
+    ({"llama.attention.causal": False}, r"`llama.attention.causal` must be True, got False"),
+    ({"llama.rope.scaling.yarn_ext_factor": 1.0}, r"`llama.rope.scaling.yarn_ext_factor` must be 0.0, got 1.0"),
 ]
 
 
@@ -108,6 +144,19 @@ REFUSED = [
 def test_refuses_what_it_would_compute_wrongly(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_gguf(LLAMA31 | change, tensor_names=UNTIED)
+
+
+def test_keys_that_say_none_are_no_keys():
+    none = {"llama.expert_count": 0, "llama.attn_logit_softcapping": 0.0, "llama.swin_norm": False, "quantize.x": 1}
+    assert config_from_gguf(LLAMA31 | none, tensor_names=UNTIED) == config_from_gguf(LLAMA31, tensor_names=UNTIED)
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf, 0.0, -8.0])
+def test_refuses_factors_that_are_no_numbers(damage):
+    values = factors(8.0, head_dim=128)
+    values[-1] = damage
+    with pytest.raises(ValueError, match=r"'rope_freqs.weight' must hold Llama 3's RoPE scaling"):
+        config_from_gguf(LLAMA31, tensor_names=UNTIED, rope_factors=values)
 
 
 @pytest.mark.parametrize("key", ["general.architecture", "llama.block_count", "llama.embedding_length"])

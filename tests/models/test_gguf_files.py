@@ -7,6 +7,7 @@ import pytest
 
 import kvjax_models
 from kvjax_models.gguf_files import dequantized
+from kvjax_models.gguf_header import read_header
 from kvjax_models.weights import parameters
 
 
@@ -149,4 +150,17 @@ def test_a_misshapen_tensor_is_named(tiny, write_gguf, tmp_path):
 def test_a_refused_configuration_is_named_with_its_file(tiny, write_gguf, tmp_path):
     file = write_gguf(tiny, tmp_path / "tiny.gguf", change=lambda writer: writer.add_expert_count(4))
     with pytest.raises(ValueError, match=r"tiny.gguf: `llama.expert_count` must be 0, got 4"):
+        kvjax_models.load(file)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_a_weight_or_scale_that_is_not_finite_is_named(kind, tiny, write_gguf, tmp_path):
+    file = write_gguf(tiny, tmp_path / "tiny.gguf", kind)
+    entry = read_header(memoryview(file.read_bytes()), file=file).tensors["blk.1.ffn_up.weight"]
+    content = bytearray(file.read_bytes())
+    # -inf in float16, scales included; no number in bfloat16 and float32.
+    content[entry.start : entry.start + 4] = b"\xff" * 4 if kind in ("F32", "BF16") else b"\x00\xfc" * 2
+    file.write_bytes(content)
+    message = r"tiny.gguf: the tensor 'blk.1.ffn_up.weight' must hold finite numbers, got (-inf|nan)"
+    with pytest.raises(ValueError, match=message):
         kvjax_models.load(file)

@@ -1,6 +1,7 @@
 """What `load` takes its source for, and what it says when that fails."""
 
 import builtins
+import os
 import shutil
 
 import huggingface_hub
@@ -37,15 +38,69 @@ def test_a_hub_name_loads_what_the_hub_gives(monkeypatch, parity):
     assert "model.safetensors" in asked["allow_patterns"]
 
 
-@pytest.mark.parametrize("source", ["nothing", "./org/name", "/org/name", "a/b/c", "org/model.gguf", ""])
+@pytest.mark.parametrize("source", ["nothing", "./org/name", "/org/name", "a/b/c", "org/model.gguf"])
 def test_what_reads_as_a_path_is_not_asked_of_the_hub(source, offline, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    if source == "":
-        with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
-            kvjax_models.load(source)
-    else:
-        with pytest.raises(FileNotFoundError, match=rf"`source` is no file or folder, nor .*: '{source}'"):
-            kvjax_models.load(source)
+    with pytest.raises(FileNotFoundError, match=rf"`source` is no file or folder, nor .*: '{source}'"):
+        kvjax_models.load(source)
+
+
+def test_no_name_is_not_the_current_folder(parity, monkeypatch):
+    monkeypatch.chdir(parity / "tiny_seed0")
+    for read in (kvjax_models.load, kvjax_models.describe):
+        with pytest.raises(ValueError, match="`source` must be a path or a name on the hub, got ''"):
+            read("")
+    assert kvjax_models.describe(".").kind == "safetensors"
+
+
+def test_what_is_neither_file_nor_folder_is_not_waited_for(parity, tmp_path):
+    folder = tmp_path / "tiny"
+    shutil.copytree(parity / "tiny_seed0", folder)
+    for name in ("config.json", "generation_config.json", "model.safetensors", "model.gguf"):
+        content = (folder / name).read_bytes() if (folder / name).exists() else None
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        with pytest.raises(ValueError, match=rf"{name}.* (is no regular file|is neither file nor folder)"):
+            kvjax_models.load(folder / name if name == "model.gguf" else folder)
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
+
+
+def test_a_git_lfs_pointer_is_called_one(parity, tmp_path):
+    folder = tmp_path / "tiny"
+    shutil.copytree(parity / "tiny_seed0", folder)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
+    for name in ("model.safetensors", "model.gguf", "config.json"):
+        (folder / name).write_text(pointer)
+        with pytest.raises(ValueError, match=rf"{name} .* is a git-lfs pointer .*`git lfs pull`"):
+            kvjax_models.load(folder / name if name == "model.gguf" else folder)
+
+
+def test_weights_of_two_formats_are_not_chosen_from(parity, tmp_path):
+    kvjax_models.save(tmp_path / "saved", kvjax_models.load(parity / "tiny_seed0"))
+    shutil.copy(parity / "tiny_seed0" / "model.safetensors", tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"saved holds orbax and model.safetensors: remove the weights that"):
+        kvjax_models.load(tmp_path / "saved")
+
+
+def test_a_description_tells_the_kind_and_what_is_stored(parity, tmp_path, write_gguf):
+    tiny = parity / "tiny_seed0"
+    kvjax_models.save(tmp_path / "saved", kvjax_models.load(tiny, "bfloat16"))
+    kinds = {
+        tiny: ("safetensors", {"F32": 39}),
+        write_gguf(tiny, tmp_path / "tiny.gguf", "Q8_0"): ("GGUF", {"Q8_0": 30, "F32": 9}),
+        tmp_path / "saved": ("Orbax", {"bfloat16": 39}),
+        tiny / "config.json": ("configuration", {}),
+    }
+    for source, (kind, stored) in kinds.items():
+        description = kvjax_models.describe(source)
+        assert (description.kind, dict(description.stored)) == (kind, stored)
+        assert (
+            description.config.num_hidden_layers
+            == kvjax_models.describe(source, config_only=True).config.num_hidden_layers
+            == 4
+        )
 
 
 def test_a_mistyped_folder_is_not_asked_of_the_hub(offline, monkeypatch, tmp_path):

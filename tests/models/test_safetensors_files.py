@@ -1,6 +1,7 @@
 """Safetensors checkpoints: whole and sharded, and what is said of damaged ones."""
 
 import json
+import resource
 import shutil
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import kvjax_models
+from kvjax_models.config import LARGEST_SIZES
 from kvjax_models.weights import parameters
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -202,7 +204,103 @@ def test_a_shard_that_lacks_a_tensor_of_the_index_is_named(folder, tensors):
         kvjax_models.load(folder)
 
 
-def test_an_index_without_a_map_is_named(folder):
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"index.json must be JSON with a 'weight_map'"):
+BAD_INDEXES = {
+    "{}": r"`weight_map` is missing",
+    "[]": r"must hold a JSON object, got list",
+    '{"weight_map": []}': r"`weight_map` must be an object, got \[\]",
+    '{"weight_map": {}}': r"lists no tensors in its `weight_map`",
+    '{"weight_map": {"lm_head.weight": null}}': r"`weight_map`: `lm_head.weight` is missing",
+    '{"weight_map": {"lm_head.weight": 3}}': r"`weight_map`: `lm_head.weight` must be a string, got 3",
+    '{"weight_map": {"w": "../model.safetensors"}}': r"`w` must be a file within the checkpoint's folder, got '\.\./m",
+    '{"weight_map": {"w": "a/../../b"}}': r"`w` must be a file within the checkpoint's folder, got",
+    '{"weight_map": {"w": "/etc/passwd"}}': r"`w` must be a file within the checkpoint's folder, got '/etc/passwd'",
+    '{"weight_map": {"w": "C:\\\\w"}}': r"`w` must be a file within the checkpoint's folder, got",
+    '{"weight_map": {"w": ""}}': r"`w` must be a file within the checkpoint's folder, got ''",
+    '{"weight_map": {"w": "\\u0000"}}': r"`w` must be a file within the checkpoint's folder, got",
+    '{"weight_map": ' + "[" * 100_000: r"is nested too deeply",
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_INDEXES.items(), ids=range(len(BAD_INDEXES)))
+def test_an_index_that_cannot_be_followed_is_named(folder, content, message):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"index.json.*{message}"):
         kvjax_models.load(folder)
+
+
+def test_a_single_file_wins_over_an_index_that_was_left_beside_it(folder, tensors, store):
+    shard(folder, {name: values * 0 for name, values in tensors.items()})
+    store(tensors)
+    np.testing.assert_array_equal(kvjax_models.load(folder).params.layers[0].q_proj.kernel[...], tensors[Q_PROJ].T)
+
+
+def test_shards_in_folders_load_as_the_whole(folder, tensors, parity):
+    shard(folder, tensors)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for number, name in enumerate(sorted(set(index["weight_map"].values()))):
+        (folder / f"part{number}").mkdir()
+        shutil.move(folder / name, folder / f"part{number}" / "model.safetensors")
+        moved = f"./part{number}/model.safetensors"
+        index["weight_map"] = {key: moved if file == name else file for key, file in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_equal(kvjax_models.load(folder).params, kvjax_models.load(parity / "tiny_seed0").params)
+
+
+def test_a_tensor_in_two_shards_is_named_with_both(folder, tensors):
+    shard(folder, tensors)
+    file = folder / "model-00002-of-00002.safetensors"
+    twice = sorted(tensors)[0]
+    save_file(load_file(file) | {twice: tensors[twice]}, file)
+    with pytest.raises(ValueError, match=rf"holds the tensor '{twice}', and so does {folder}/model-0000"):
+        kvjax_models.load(folder)
+
+
+def test_an_output_matrix_that_differs_from_tied_embeddings_is_not_passed_over(parity, tmp_path):
+    shutil.copy(parity / "variant_tied_embeddings" / "config.json", tmp_path)
+    tensors = load_file(parity / "variant_tied_embeddings" / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": -tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'lm_head.weight' differs from 'model.embed_tokens.weight'.*`tie_word_emb"):
+        kvjax_models.load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_weight_that_is_not_finite_is_named(folder, tensors, store, value, dtype):
+    damaged = np.array(tensors[Q_PROJ], dtype)
+    damaged[3, 5] = value
+    store(tensors | {Q_PROJ: damaged})
+    with pytest.raises(
+        ValueError, match=rf"model.safetensors: the tensor '{Q_PROJ}' must hold finite numbers, got {value}"
+    ):
+        kvjax_models.load(folder)
+
+
+def test_the_largest_finite_weights_are_finite(folder, tensors, store):
+    limits = np.finfo(np.float32)
+    tensors[Q_PROJ][0, :4] = limits.max, limits.min, -0.0, limits.smallest_subnormal
+    store(tensors)
+    kvjax_models.load(folder)
+
+
+def test_a_header_that_names_a_tensor_twice_is_refused(folder):
+    file = folder / "model.safetensors"
+    entry = '"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    header = f"{{{entry},{entry}}}".encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ValueError, match=r"model.safetensors is not a whole safetensors file: it names 'a' twice"):
+        kvjax_models.load(folder)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"])
+@pytest.mark.parametrize("large", [False, True])
+def test_sizes_that_the_weights_contradict_cost_nothing(folder, name, large):
+    size = LARGEST_SIZES[name] + (1 if large else 0)
+    change = {"hidden_size": size, "head_dim": 16} if name == "hidden_size" else {name: size}
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    message = rf"config.json: `{name}` must be from 1 to {size - 1}" if large else "tensors, too few|must be .* got"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=message):
+        kvjax_models.load(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000
