@@ -8,6 +8,7 @@ from jaxtyping import Float
 
 from kvjax.rope import LinearScaling, Llama3Scaling, Rope
 from kvjax_models.config import LlamaConfig
+from kvjax_models.gguf_stop_tokens import end_of_turn_ids
 
 # Key: the only values under which the model is the plain Llama that is built here, the default first.
 _ONLY = {
@@ -135,7 +136,7 @@ def _vocab_size(metadata: Mapping[str, Any]) -> int:
 
 def _stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _STOP_KEYS)
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
+    return tuple(dict.fromkeys([*(token for token in ids if token is not None), *end_of_turn_ids(metadata)]))
 
 
 def _size(metadata: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
