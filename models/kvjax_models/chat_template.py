@@ -22,8 +22,8 @@ def render_chat(
 ) -> str:
     """The text of a chat.
 
-    A template runs in a process of its own (see `template_process`), for half a second of processor time, in 256 MiB, and may
-    make 16 million characters; messages of megabytes have it all in proportion.
+    A template runs in a process of its own (see `template_process`), for half a second of processor time, in 256 MiB,
+    and may make 16 million characters; messages of megabytes have it all in proportion.
 
     Args:
         template: the Jinja source.

@@ -18,14 +18,16 @@ _NAMES = frozenset(
 def end_of_turn_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids of the tokens that end a turn by what they are called, as llama.cpp finds them.
 
-    Unlike there, only control and user-defined tokens count, not a word of the vocabulary that is spelled so; and
-    tokens for filling in the middle of code do not.
+    Unlike there, only control and user-defined tokens count, not a word of the vocabulary that is spelled so. Nor do
+    tokens for filling in the middle of code, and the one that the file has for unknown text: SmolLM2 calls that
+    "<|endoftext|>", and its own settings do not stop there.
     """
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(types, list):
         return []
     return [
         number
         for number, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind in (_CONTROL, _USER_DEFINED) and token in _NAMES
+        if kind in (_CONTROL, _USER_DEFINED) and token in _NAMES and number != unknown
     ]
