@@ -6,7 +6,7 @@ special tokens that only special_tokens_map.json names.
 """
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 from kvjax.extras import extra
@@ -59,8 +59,10 @@ def tokenizer_from_folder(folder: pathlib.Path) -> Tokenizer | None:
         check_growth(backend)
         drop_batch_settings(backend)
     settings = _fields(folder / CONFIG_FILE)
-    special = _special_tokens(settings, _fields(folder / MAP_FILE))
-    _add_tokens(backend, settings, _fields(folder / ADDED_FILE), special)
+    others = _fields(folder / MAP_FILE)
+    special = _special_tokens(settings, others)
+    texts = {*special.values(), *_unnamed_special_tokens(settings), *_unnamed_special_tokens(others)}
+    _add_tokens(backend, settings, _fields(folder / ADDED_FILE), texts)
     add_bos, add_eos = settings.flag("add_bos_token", None), settings.flag("add_eos_token", None)
     if add_bos is not None or add_eos is not None:
         bos, eos = special.get("bos_token"), special.get("eos_token")
@@ -118,6 +120,18 @@ def _special_tokens(settings: Fields, others: Fields) -> dict[str, str]:
     return special
 
 
+def _unnamed_special_tokens(fields: Fields) -> list[str]:
+    """Special tokens that templates do not get."""
+    texts = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        value = fields.take(name, [])
+        if isinstance(value, list):
+            texts += [_token_text(Fields({name: entry}, source=fields.source), name) for entry in value]
+        elif name == "additional_special_tokens" or not isinstance(value, dict):
+            fields.fail(name, "must be a list of tokens")
+    return texts
+
+
 def _token_text(fields: Fields, name: str) -> str:
     value = fields.take(name)
     if isinstance(value, str):
@@ -128,7 +142,7 @@ def _token_text(fields: Fields, name: str) -> str:
     return content
 
 
-def _add_tokens(backend: Any, settings: Fields, older: Fields, special: Mapping[str, str]) -> None:
+def _add_tokens(backend: Any, settings: Fields, older: Fields, special: Set[str]) -> None:
     """Has the files' added tokens be found in texts before anything else, and special ones be known as such."""
     from tokenizers import AddedToken
 
@@ -144,7 +158,7 @@ def _add_tokens(backend: Any, settings: Fields, older: Fields, special: Mapping[
                 f"gives it, {found}, got {number}."
             )
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    for text in special.values():
+    for text in sorted(special):
         # A token that neither file has an id for is one that the model cannot have learned.
         if not text or backend.token_to_id(text) is None:
             continue
@@ -154,15 +168,14 @@ def _add_tokens(backend: Any, settings: Fields, older: Fields, special: Mapping[
             backend.add_special_tokens([token])
 
 
-def _added_by_id(settings: Fields, older: Fields, special: Mapping[str, str]) -> dict[int, Any]:
+def _added_by_id(settings: Fields, older: Fields, special: Set[str]) -> dict[int, Any]:
     """The tokens of `added_tokens_decoder`, or of added_tokens.json where that is missing."""
     from tokenizers import AddedToken
 
     if "added_tokens_decoder" not in settings:
         ids = {text: older.integer(text, at_most=_LARGEST_ID) for text in older.values if text in older}
-        chosen = set(special.values())
         return {
-            number: AddedToken(text, special=text in chosen, normalized=text not in chosen)
+            number: AddedToken(text, special=text in special, normalized=text not in special)
             for text, number in ids.items()
         }
     entries = settings.nested("added_tokens_decoder")

@@ -87,6 +87,15 @@ def test_special_tokens_of_their_own_file_are_known(tmp_path):
     assert read(tmp_path).apply_chat_template(HELLO) == "<s>b</s>"
 
 
+def test_unnamed_special_tokens_are_left_out_of_decoded_texts(tmp_path):
+    entry = {"content": "ab", "lstrip": False}
+    assert read(write(tmp_path, additional_special_tokens=[entry, "a"])).decode([A, B, AB]) == "b"
+    assert read(write(tmp_path, extra_special_tokens=[entry])).decode([A, B, AB]) == "a b"
+    # Named ones are for templates too.
+    tokenizer = read(write(tmp_path, extra_special_tokens={"tool_token": "ab"}, chat_template="{{ tool_token }}"))
+    assert (tokenizer.decode([A, B, AB]), tokenizer.apply_chat_template(HELLO)) == ("a b", "ab")
+
+
 def test_newer_settings_win_over_the_special_tokens_file(tmp_path):
     folder = write(tmp_path, added_tokens_decoder={"1": {"content": "<s>"}}, eos_token="</s>", pad_token=None)
     others = {"bos_token": "<s>", "eos_token": "<old>", "pad_token": "<pad>"}
@@ -152,6 +161,8 @@ def crowd(content):
         (None, {"chat_template": [{"name": "default"}]}, "tokenizer_config.json.* `template` is missing"),
         (None, {"added_tokens_decoder": {"x": {"content": "y"}}}, "tokenizer_config.json.*`x` must have a token id"),
         (None, {"added_tokens_decoder": {"7": 3}}, "tokenizer_config.json.*`7` must be an object, got 3"),
+        (None, {"additional_special_tokens": [3]}, "`additional_special_tokens` must be a string, or an object"),
+        (None, {"extra_special_tokens": 3}, "`extra_special_tokens` must be a list of tokens, got 3"),
         (None, {"added_tokens_decoder": []}, "`added_tokens_decoder` must be an object"),
     ],
 )
