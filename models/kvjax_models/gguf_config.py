@@ -11,6 +11,7 @@ from kvjax.fields import Fields
 from kvjax.rope import LinearScaling, Llama3Scaling, Rope
 from kvjax_models.config import EPSILON_RANGE, LARGEST_SIZES, LARGEST_THETA, LlamaConfig
 from kvjax_models.hugging_face_rope import FACTOR_RANGE
+from kvjax_models.gguf_stop_tokens import end_of_turn_ids
 
 # Key: the only values under which the model is the plain Llama that is built here, the default first.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -187,7 +188,8 @@ def _vocab_size(fields: Fields) -> int:
 def _stop_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     keys = (f"tokenizer.ggml.{key}_token_id" for key in _STOP_KEYS)
     ids = (fields.integer(key, None, at_most=vocab_size - 1) for key in keys)
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
+    named = (token for token in ids if token is not None)
+    return tuple(dict.fromkeys([*named, *end_of_turn_ids(fields.values)]))
 
 
 def _size(fields: Fields, key: str, name: str, *, default: int | None = None) -> int:

@@ -16,7 +16,10 @@ _FILES = (
     "model-*-of-*.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
 
 
