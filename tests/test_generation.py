@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-import kvjax.generation
+import kvjax.decoding
 import kvjax.prompts
 import kvjax.steps
 import kvjax_models
@@ -391,7 +391,7 @@ def test_a_donated_cache_is_gone_and_one_that_is_not_stays(model):
 
 
 def compilations() -> tuple[int, ...]:
-    steps: tuple[Any, ...] = (kvjax.steps._prefill, kvjax.steps._extend, kvjax.generation._decode_loop)
+    steps: tuple[Any, ...] = (kvjax.steps._prefill, kvjax.steps._extend, kvjax.decoding.decode_loop)
     return tuple(step._cache_size() for step in steps)
 
 
@@ -440,13 +440,11 @@ def test_a_decoding_step_writes_into_the_cache_it_was_given(wide, name):
     allowed = max(sum(leaf.nbytes for leaf in jax.tree.leaves(layer.kv)) for layer in cache.layers)
     leaves, structure = jax.tree.flatten(wide)
     token = jnp.zeros(1, jnp.int32)
-    progress = kvjax.generation._Progress(
-        cache=cache, logits=logits, tokens=jnp.zeros((1, NEW), jnp.int32), counts=token, active=jnp.ones(1, bool)
-    )
+    progress = kvjax.decoding.Progress.start(cache, logits, room=NEW)
     settings = {"stops": jnp.zeros(1, jnp.int32), "keys": jax.random.split(jax.random.key(0), 1), "sampling": None}
     steps = {
         "decode": kvjax.steps._decode_donated.lower(leaves, cache, token, structure=structure),
-        "generate": kvjax.generation._decode_loop.lower(leaves, progress, structure=structure, steps=NEW, **settings),
+        "generate": kvjax.decoding.decode_loop.lower(leaves, progress, structure=structure, steps=NEW, **settings),
     }
     for step, lowered in steps.items():
         memory: Any = lowered.compile().memory_analysis()
@@ -608,7 +606,7 @@ def test_says_what_is_wrong_with_a_prompt(model, prompt, message):
         ({"max_new_tokens": 1.5}, r"`max_new_tokens` must be an integer, got 1.5"),
         ({"max_new_tokens": True}, r"`max_new_tokens` must be at least 1, got True"),
         ({"policy": "snapkv"}, r"`policy` must be a policy such as `kvjax.SnapKV\(budget=1024\)`, got 'snapkv'"),
-        ({"policy": kvjax.SnapKV}, r"`policy` must be a policy such as"),
+        ({"policy": kvjax.SnapKV}, r"`policy` must be a policy such as `SnapKV\(...\)`, .* got the class SnapKV"),
         ({"temperature": -1.0}, r"`temperature` must be 0 or more, got -1.0"),
         ({"temperature": float("nan")}, r"`temperature` must be 0 or more, got nan"),
         ({"top_k": 0}, r"`top_k` must be an integer of at least 1, got 0"),
@@ -661,8 +659,10 @@ def test_says_that_a_cache_is_of_another_model_policy_or_batch(model, tiny):
         run(model, MORE, cache=cache, policy=kvjax.StreamingLLM(budget=10))
     with pytest.raises(ValueError, match=r"`cache_dtype` must be the one of the `cache`, float32; got bfloat16"):
         run(model, MORE, cache=cache, cache_dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"`tokens` must have a row for each of the cache's 1, got 2"):
+    with pytest.raises(ValueError, match=r"`prompt` must have a row for each of the cache's 1, got 2"):
         run(model, [MORE, MORE], cache=cache)
+    with pytest.raises(ValueError, match=r"`tokens` must have a row for each of the cache's 1, got 2"):
+        kvjax.extend(model, cache, [MORE, MORE])
     not_a_cache: Any = ()
     with pytest.raises(ValueError, match=r"`cache` must be a kvjax.Cache, got tuple"):
         kvjax.decode(model, not_a_cache, [1])
