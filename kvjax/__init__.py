@@ -2,6 +2,7 @@
 
 from kvjax._version import __version__
 from kvjax.allocation import Adaptive, Pyramid, Uniform
+from kvjax.chat import Chat, RereadWarning
 from kvjax.decoding import NewToken
 from kvjax.generation import Result, generate
 from kvjax.head_pattern import HeadPattern
@@ -38,6 +39,7 @@ __all__ = [
     "Asked",
     "AttentionMass",
     "Cache",
+    "Chat",
     "DuoAttention",
     "ExpectedAttention",
     "Full",
@@ -54,6 +56,7 @@ __all__ = [
     "Policy",
     "Pyramid",
     "PyramidKV",
+    "RereadWarning",
     "Result",
     "Rows",
     "ScoredPolicy",

@@ -14,6 +14,10 @@ _BEFORE = [{"role": "user", "content": "question"}]
 _ANSWER = "kvjaxanswer"
 
 
+class RewritesTurnsError(ValueError):
+    """A chat template writes earlier turns in another way once there are later ones."""
+
+
 def chat_text(messages: Sequence[Message], tokenizer: Tokenizer | None) -> str:
     """The text of a chat, up to where an answer begins, by the tokenizer's chat template.
 
@@ -57,7 +61,8 @@ def continued_ids(
         before: the messages that the answer was given to; by default any, of which the template must not depend.
 
     Raises:
-        ValueError: the template rewrites what stood before, or leaves a new message out; or `last_token` is unknown.
+        RewritesTurnsError: the template rewrites what stood before.
+        ValueError: it leaves a new message out; or `last_token` is unknown.
     """
     if last_token < 0:
         raise ValueError(
@@ -87,7 +92,7 @@ def _behind_answer(messages: Sequence[Message], tokenizer: Tokenizer | None, *, 
     answered = [*before, {"role": "assistant", "content": _ANSWER}]
     whole = chat_text([*answered, *messages], tokenizer)
     if not whole.startswith(asked + _ANSWER):
-        raise ValueError(
+        raise RewritesTurnsError(
             "`tokenizer` has a chat template that rewrites earlier turns, which a cache cannot follow: "
             "give the whole chat without `cache`."
         )

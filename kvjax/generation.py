@@ -132,7 +132,11 @@ def generate(
         cache_dtype=cache_dtype,
         implementation=implementation,
     )
-    steps = answering(asked, watched=callback is not None)
+    return to_end(answering(asked, watched=callback is not None), callback)
+
+
+def to_end(steps: Generator[NewToken, None, Result], callback: Callable[[NewToken], None] | None) -> Result:
+    """Takes every step, tells a callback of it, and returns the answer."""
     while True:
         try:
             new = next(steps)

@@ -31,7 +31,7 @@ def _answer(turn: str, answer: Callable[[str], Answer], *, note: Callable[[str],
         if not sys.stdin.isatty():
             raise
         print(flush=True)
-        note("stopped; Ctrl-C again or Ctrl-D leaves")
+        note("stopped, and this turn forgotten; Ctrl-C again or Ctrl-D leaves")
 
 
 def _turns() -> Iterator[str]:
