@@ -24,12 +24,12 @@ def chat_text(messages: Sequence[Message], tokenizer: Tokenizer | None) -> str:
     Raises:
         ValueError: `tokenizer` is None or has no chat template, or a message has no role.
     """
-    render = getattr(tokenizer, "apply_chat_template", None)
-    if tokenizer is None or render is None or getattr(tokenizer, "chat_template", "") is None:
-        raise ValueError("a chat needs a `tokenizer` with a chat template, got none.")
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(f'a chat\'s messages must be {{"role": ..., "content": ...}}, got {message!r}.')
+    render = getattr(tokenizer, "apply_chat_template", None)
+    if tokenizer is None or render is None or getattr(tokenizer, "chat_template", "") is None:
+        raise ValueError("a chat needs a `tokenizer` with a chat template, got none.")
     # Hugging Face's tokenizers give ids unless told otherwise.
     as_text = {"tokenize": False} if hasattr(tokenizer, "convert_ids_to_tokens") else {}
     return render(list(messages), add_generation_prompt=True, **as_text)

@@ -169,6 +169,8 @@ def _ids(row: object, tokenizer: Tokenizer | None, behind: Behind | None, index:
         if behind is None:
             return chat_ids(row, tokenizer)
         return continued_ids(row, tokenizer, last_token=int(behind.last_tokens[index]), stops=behind.stops)
+    if isinstance(row, list | tuple) and bool in set(map(type, row)):
+        raise ValueError(f"`{argument}` ids must be integers, got bool.")
     array = _array(row, argument)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"`{argument}` ids must be integers, got {array.dtype}.")

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.allocation import bucket, bucket_start, check_choice
 from kvjax.compiling import run_compiled
 from kvjax.flattening import flatten
+from kvjax.forward_only import forward_only
 from kvjax.implementation import Ran, check_implementation
 from kvjax.model import Model, check_mesh, check_model
 from kvjax.policies.base import Policy
@@ -95,6 +96,8 @@ def prefill_batch(
         logits=logits,
     )
     cache.known = Known(_last_tokens(batch))
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        scores = forward_only(scores)
     return scores, cache, ran
 
 
