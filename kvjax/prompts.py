@@ -193,9 +193,7 @@ def check_policy(policy: object) -> Policy:
     """`policy`, or a ValueError that says what it should be."""
     if isinstance(policy, type) and issubclass(policy, Policy):
         name = policy.__name__
-        raise ValueError(
-            f"`policy` must be a policy such as `kvjax.{name}(...)` with its settings, got the class {name}."
-        )
+        raise ValueError(f"`policy` must be a policy such as `{name}(...)`, with its settings; got the class {name}.")
     if not isinstance(policy, Policy):
         raise ValueError(f"`policy` must be a policy such as `kvjax.SnapKV(budget=1024)`, got {policy!r}.")
     try:
