@@ -137,10 +137,10 @@ def retention_table(cache: Cache, tokens: object, tokenizer: Tokenizer, *, row: 
     """
     heads = kept_mask(cache, row=row).sum((0, 1))
     ids = np.asarray(tokens)
-    if ids.shape != heads.shape or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"`tokens` must be the {len(heads)} ids that row {row} has seen, got {ids.dtype} of shape {ids.shape}."
-        )
+    if ids.shape != heads.shape:
+        raise ValueError(f"`tokens` must be the {len(heads)} ids that row {row} has seen, got shape {ids.shape}.")
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"`tokens` must be integers, got {ids.dtype}.")
     if check_tokenizer(tokenizer) is None:
         raise ValueError("`tokenizer` must give the tokens' texts, got None.")
     texts = token_texts(ids.tolist(), tokenizer)
