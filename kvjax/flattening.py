@@ -2,12 +2,15 @@
 
 import itertools
 import operator
+import sys
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from flax import nnx
 from jax.core import Tracer
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 #: By the model's id: what its last walk found. An entry goes with its model.
 _walks: dict[int, "_Walk"] = {}
@@ -19,7 +22,9 @@ def flatten(model: Any) -> tuple[list[Any], Any]:
     NNX flattens in Python, 12 ms for a model of 700 arrays. Parameters that were given other arrays are seen: only
     the way to them is remembered.
     """
-    if not isinstance(model, nnx.Module):
+    # Where Flax has not been imported, no model is its.
+    flax = sys.modules.get("flax.nnx")
+    if flax is None or not isinstance(model, flax.Module):
         return jax.tree.flatten(model)
     walk = _walks.get(id(model))
     if walk is not None and walk.model() is model and walk.is_unchanged():
@@ -41,7 +46,7 @@ class _Walk:
     It holds variables, not their arrays, so that arrays that are replaced are free.
     """
 
-    def __init__(self, model: nnx.Module, variables: list[nnx.Variable], containers: list[dict[Any, Any]]):
+    def __init__(self, model: "nnx.Module", variables: "list[nnx.Variable]", containers: list[dict[Any, Any]]):
         key = id(model)
         self.model = weakref.ref(model, lambda _, forget=_walks.pop: forget(key, None))
         self.variables, self.containers = variables, containers
@@ -51,8 +56,10 @@ class _Walk:
         self.types: list[type] = []
 
     @classmethod
-    def through(cls, model: nnx.Module, leaves: list[Any], structure: Any) -> "_Walk | None":
+    def through(cls, model: "nnx.Module", leaves: list[Any], structure: Any) -> "_Walk | None":
         """The walk that gives `leaves`; None where something on the way could change unseen."""
+        from flax import nnx
+
         found: dict[int, nnx.Variable] = {}
         containers: list[dict[Any, Any]] = []
         waiting, seen = [model], set()

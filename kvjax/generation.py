@@ -154,6 +154,7 @@ def answering(asked: Question, *, watched: bool) -> Generator[NewToken, None, Re
         logits.block_until_ready()
     prefilled = time.perf_counter()
     leaves, structure = flatten(asked.model)
+    stops = jnp.asarray(asked.stops, jnp.int32)
 
     def advance(progress: Progress, steps: int) -> tuple[Progress, Ran]:
         with compilation:
@@ -161,7 +162,7 @@ def answering(asked: Question, *, watched: bool) -> Generator[NewToken, None, Re
                 leaves,
                 progress,
                 structure=structure,
-                stops=jnp.asarray(asked.stops, jnp.int32),
+                stops=stops,
                 keys=asked.keys,
                 sampling=asked.sampling,
                 steps=steps,
@@ -173,7 +174,7 @@ def answering(asked: Question, *, watched: bool) -> Generator[NewToken, None, Re
     if watched or asked.stop_texts:
         progress, decoding = yield from decode_watched(progress, advance, streams)
     else:
-        progress, decoding = decode_all(progress, advance)
+        progress, decoding = decode_all(progress, advance, alike=(cache.model, rows))
     progress.counts.block_until_ready()
     return _result(
         asked,

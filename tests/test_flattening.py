@@ -93,6 +93,7 @@ def test_decoding_by_hand_neither_flattens_the_model_nor_asks_for_free_slots(mod
     asked = []
     ask = kvjax.steps._free_slots
     monkeypatch.setattr(kvjax.steps, "_free_slots", lambda cache: asked.append(cache) or ask(cache))
+    logits = jnp.zeros(0)
     with monkeypatch.context() as patch:
         patch.setattr(flattening._Walk, "through", lambda *args: pytest.fail("walked through again"))
         for _ in range(room):

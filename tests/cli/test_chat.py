@@ -3,6 +3,7 @@
 import pytest
 
 import kvjax
+from kvjax.cli import chat
 from kvjax.conversation import continued_ids
 
 pytestmark = pytest.mark.smollm2
@@ -38,16 +39,16 @@ def test_a_prompt_is_the_first_turn_and_the_chat_ends_with_stdin(generate, smoll
 
 
 def test_the_tokens_of_a_chat_are_those_of_one_rendering(smollm2):
-    chat = kvjax.Chat(smollm2.params, smollm2.tokenizer, max_new_tokens=16)
-    answers = [chat.say(text) for text in TURNS]
+    talk = kvjax.Chat(smollm2.params, smollm2.tokenizer, max_new_tokens=16)
+    answers = [talk.say(text) for text in TURNS]
     assert [answer.text for answer in answers] == fresh_answers(smollm2)
-    seen, last = chat.tokens, int(answers[1].lengths[0])
-    whole = smollm2.tokenizer.apply_chat_template(chat.messages[:-1])
+    seen, last = talk.tokens, int(answers[1].lengths[0])
+    whole = smollm2.tokenizer.apply_chat_template(talk.messages[:-1])
     assert seen[: len(seen) - last].tolist() == smollm2.tokenizer.encode(whole, add_special_tokens=False)
     # And of a third turn, whether the answer before it ended by itself or not.
     third = {"role": "user", "content": "Thanks!"}
     (end,) = smollm2.tokenizer.encode("<|im_end|>", add_special_tokens=False)
-    whole = smollm2.tokenizer.apply_chat_template([*chat.messages, third])
+    whole = smollm2.tokenizer.apply_chat_template([*talk.messages, third])
     ids = smollm2.tokenizer.encode(whole, add_special_tokens=False)
     stopped = continued_ids([third], smollm2.tokenizer, last_token=end)
     unstopped = continued_ids([third], smollm2.tokenizer, last_token=int(seen[-1]))
@@ -61,23 +62,23 @@ def test_an_interrupted_turn_is_forgotten(small, run, monkeypatch):
     del small
     say, turns = kvjax.Chat.say, []
 
-    def interrupted_once(chat, text, *, callback):
-        turns.append((text, chat.messages))
+    def interrupted_once(talk, text, *, callback):
+        turns.append((text, talk.messages))
 
         def interrupt(new):
             if text == TURNS[0]:
                 raise KeyboardInterrupt
             callback(new)
 
-        return say(chat, text, callback=interrupt)
+        return say(talk, text, callback=interrupt)
 
     monkeypatch.setattr(kvjax.Chat, "say", interrupted_once)
     options = ("--chat", "--max-new-tokens", "4")
     # What is piped ends with the interrupt; at a terminal the chat goes on.
     assert run("generate", *options, stdin=TURNS[0].encode()).code == 130
     lines = iter(TURNS)
-    monkeypatch.setattr(kvjax.cli.chat, "_turns", lambda: lines)
-    monkeypatch.setattr(kvjax.cli.chat, "_at_terminal", lambda: True)
+    monkeypatch.setattr(chat, "_turns", lambda: lines)
+    monkeypatch.setattr(chat, "_at_terminal", lambda: True)
     result = run("generate", *options)
     assert result.code == 0
     assert "kvjax: stopped, and this turn forgotten; Ctrl-C again or Ctrl-D leaves\n" in result.err

@@ -235,8 +235,9 @@ def test_layers_under_scan_are_told_to_be_unrolled(model):
             return hidden
 
     jax.tree_util.register_static(Scanned)
+    prefill: Any = kvjax.prefill
     with pytest.raises(ValueError, match=r"called `attend` with a traced layer, as under `jax.lax.scan` over layers"):
-        kvjax.prefill(Scanned(), SHORT, policy=kvjax.Full(), max_new_tokens=1)
+        prefill(Scanned(), SHORT, policy=kvjax.Full(), max_new_tokens=1)
 
 
 def test_a_mesh_with_explicit_axes_is_told_to_be_made_otherwise(model):

@@ -44,3 +44,16 @@ def test_nothing_goes_on_behind_an_interrupt(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         decoding.decode_all(progress, loop)
     assert len(loop.calls) == 3
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_second_answer_begins_with_a_call_of_the_right_length(monkeypatch):
+    monkeypatch.setattr(decoding, "_steps", {})
+    calls = []
+    for compilation in (9.0, 0.0):
+        progress = decoding.Progress.start(None, jnp.zeros((1, 4)), room=64)  # pyright: ignore
+        loop = Slow(monkeypatch, seconds=0.001, compilation=compilation)
+        decoding.decode_all(progress, loop, alike="model")
+        calls.append(loop.calls)
+    assert len(calls[0]) > 1
+    assert calls[1] == [64]

@@ -1,5 +1,7 @@
 """Rows whose scores become NaN or infinite end there, and the others go on."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ def test_a_row_ends_before_a_token_that_has_no_finite_scores(model, cut, words, 
     broken = cut(model)
     broken.embedding = nnx.Param(model.embedding[...].at[last].set(jnp.nan))
     seen = []
-    settings = {"callback": seen.append} if watched else {}
+    settings: Any = {"callback": seen.append} if watched else {}
     with pytest.warns(kvjax.NonFiniteWarning, match=r"row 0 ended after 3 new tokens: .* NaN or infinite"):
         result = kvjax.generate(broken, [LONG, SHORT], max_new_tokens=NEW, stop_tokens=(), tokenizer=words, **settings)
     assert result.finish_reasons == ["nonfinite", "length"]
@@ -35,6 +37,7 @@ def test_a_row_ends_before_a_token_that_has_no_finite_scores(model, cut, words, 
         nothing = kvjax.generate(
             broken, [[*LONG[:13], last], SHORT], max_new_tokens=NEW, stop_tokens=(), tokenizer=words, **settings
         )
+    assert nothing.texts is not None
     assert (nothing.lengths[0], nothing.finish_reasons[0], nothing.texts[0]) == (0, "nonfinite", "")
 
 

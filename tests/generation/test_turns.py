@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import question
 from kvjax.conversation import continued_ids
 
 NEW = 4
@@ -24,17 +25,12 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def given_to(monkeypatch):
-    """Records the rows that every prompt comes to."""
-    rows = []
-    batch_of = kvjax.question.batch_of
-    monkeypatch.setattr(kvjax.question, "batch_of", lambda row: rows.append(row[0].tolist()) or batch_of(row))
-    return rows
-
-
 @pytest.fixture
 def prompts(monkeypatch):
-    return given_to(monkeypatch)
+    """Records the rows that every prompt comes to."""
+    rows, batch_of = [], question.batch_of
+    monkeypatch.setattr(question, "batch_of", lambda row: rows.append(row[0].tolist()) or batch_of(row))
+    return rows
 
 
 def test_a_text_behind_a_cache_has_no_token_that_begins_a_text(model, words, prompts):
@@ -128,6 +124,7 @@ def test_the_tokens_of_three_turns_are_those_of_one_rendering(model, chat_words,
     whole = rendered(chat_words, chat.messages[:-1])
     assert chat.tokens.tolist() == [*whole, *results[-1].tokens[0].tolist()]
     assert chat.cache is results[-1].cache
+    assert chat.cache is not None
     assert chat.cache.next_position.tolist() == [len(chat.tokens)]
     assert chat.stats is results[-1].stats
     # With the full cache, the answer is the one to a prompt of the whole conversation.
@@ -189,4 +186,4 @@ def test_says_what_a_chat_cannot_be_made_of(model, words, chat_words):
     with pytest.raises(ValueError, match=r"`top_k` must be an integer of at least 1, got 0"):
         kvjax.Chat(model, chat_words, top_k=0)
     with pytest.raises(ValueError, match=r"`text` must be what the user says, got \["):
-        kvjax.Chat(model, chat_words).say([user(FIRST)])
+        kvjax.Chat(model, chat_words).say([user(FIRST)])  # pyright: ignore[reportArgumentType, reportCallIssue]
