@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocation import check_count
 from kvjax.attention import Asked
 from kvjax.flattening import flatten
 from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy, last_queries
 from kvjax.prompts import batch_of, check_policy, token_rows
+from kvjax.sampling import is_integer
 from kvjax.state import EMPTY, Cache
 from kvjax.statistics import kept_positions
 from kvjax.steps import prefill_batch
@@ -80,12 +80,13 @@ def attention_mass(params: Model, tokens: object, *, policy: Policy, queries: in
         ValueError: a row without a context, or other arguments that cannot be; see the message.
     """
     model, policy = check_model(params), check_policy(policy)
-    check_count("queries", queries, at_least=1)
+    if not is_integer(queries):
+        raise ValueError(f"`queries` must be an integer, got {queries!r}.")
     rows = token_rows(tokens, model=model.spec, argument="tokens")
     shortest = min(len(row) for row in rows)
-    if queries >= shortest:
+    if not 1 <= queries < shortest:
         raise ValueError(
-            f"`queries` must leave at least one token of context, got {queries} for a row of {shortest} tokens."
+            f"`queries` must be at least 1 and leave at least one token of context, got {queries} for a row of {shortest} tokens."
         )
     contexts = [row[: -int(queries)] for row in rows]
     # Nothing is decoded; one shape for all numbers of queries.
