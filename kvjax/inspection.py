@@ -86,7 +86,8 @@ def attention_mass(params: Model, tokens: object, *, policy: Policy, queries: in
     shortest = min(len(row) for row in rows)
     if not 1 <= queries < shortest:
         raise ValueError(
-            f"`queries` must be at least 1 and leave at least one token of context, got {queries} for a row of {shortest} tokens."
+            f"`queries` must be at least 1 and leave at least one token of context, "
+            f"got {queries} for a row of {shortest} tokens."
         )
     contexts = [row[: -int(queries)] for row in rows]
     # Nothing is decoded; one shape for all numbers of queries.
