@@ -9,7 +9,7 @@ import numpy as np
 
 import kvjax
 from kvjax.attention import Asked
-from kvjax.generation import _decode_loop, _Progress
+from kvjax.decoding import Progress, decode_loop
 from kvjax.model import Model
 from kvjax.policies.base import prompt_rows
 from kvjax.sampling import row_keys
@@ -37,13 +37,11 @@ def loop_seconds(params: Model, logits: jax.Array, cache: kvjax.Cache, *, steps:
     # The loop takes what it is given.
     logits, cache = jax.block_until_ready(jax.tree.map(jnp.copy, (logits, cache)))
     rows = len(logits)
-    progress = _Progress(
-        cache, logits, jnp.zeros((rows, steps), jnp.int32), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
-    )
+    progress = Progress.start(cache, logits, room=steps)
     leaves, structure = jax.tree.flatten(params)
     settings: dict[str, Any] = {"stops": jnp.zeros(0, jnp.int32), "sampling": None, "structure": structure}
     keys = row_keys(0, rows)
     started = time.perf_counter()
-    progress, _ = _decode_loop(leaves, progress, keys=keys, steps=steps, **settings)
+    progress, _ = decode_loop(leaves, progress, keys=keys, steps=steps, **settings)
     progress.tokens.block_until_ready()
     return time.perf_counter() - started

@@ -2,7 +2,9 @@
 
 from kvjax._version import __version__
 from kvjax.allocation import Adaptive, Pyramid, Uniform
-from kvjax.generation import NewToken, Result, generate
+from kvjax.chat import Chat, RereadWarning
+from kvjax.decoding import NewToken
+from kvjax.generation import Result, generate
 from kvjax.head_pattern import HeadPattern
 from kvjax.inspection import AttentionMass, TokenRetention, attention_mass, kept_mask, retention_table
 from kvjax.model import Model
@@ -22,7 +24,7 @@ from kvjax.policies import (
     SnapKV,
     StreamingLLM,
 )
-from kvjax.prompts import LongContextWarning
+from kvjax.prompts import LongContextWarning, NonFiniteWarning
 from kvjax.saving import restore_cache, save_cache
 from kvjax.state import EMPTY, Cache, Kept, LayerSpec, LayerState, ModelSpec, Rows
 from kvjax.statistics import Stats, cache_bytes, kept_positions
@@ -37,6 +39,7 @@ __all__ = [
     "Asked",
     "AttentionMass",
     "Cache",
+    "Chat",
     "DuoAttention",
     "ExpectedAttention",
     "Full",
@@ -49,9 +52,11 @@ __all__ = [
     "Model",
     "ModelSpec",
     "NewToken",
+    "NonFiniteWarning",
     "Policy",
     "Pyramid",
     "PyramidKV",
+    "RereadWarning",
     "Result",
     "Rows",
     "ScoredPolicy",

@@ -1,40 +1,33 @@
 """`generate`: a prompt in, an answer out, with whatever cache the policy keeps."""
 
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.implementation import Ran, check_implementation
-from kvjax.model import Model, check_model
+from kvjax.compiling import Compilation
+from kvjax.decoding import NewToken, Progress, decode_all, decode_loop, decode_watched
+from kvjax.flattening import flatten
+from kvjax.implementation import Ran
+from kvjax.model import Model
 from kvjax.policies.base import Policy
-from kvjax.policies.full import Full
-from kvjax.prompts import Batch, Tokenizer, batch_of, check_new_tokens, check_policy, token_rows
-from kvjax.sampling import Sampling, SamplingArrays, choose, row_keys
-from kvjax.state import Cache
-from kvjax.statistics import Stats, cache_bytes, full_cache_bytes, kept_tokens
-from kvjax.steps import check_cache, decode_step, dtype_name, extend_batch, prefill_batch
+from kvjax.prompts import (
+    PACKAGE,
+    NonFiniteWarning,
+)
+from kvjax.question import Question, question
+from kvjax.sampling import Sampling
+from kvjax.state import Cache, Known
+from kvjax.statistics import Stats, stats_of
+from kvjax.steps import extend_batch, prefill_batch
 from kvjax.text import TextStream
-from kvjax_kernels.dispatch import record
+from kvjax.tokenizing import Tokenizer
 
-FinishReason = Literal["stop", "length"]
-
-
-class NewToken(NamedTuple):
-    """What a streaming callback gets at every step.
-
-    Attributes:
-        tokens: [B] ids; -1 in rows that have ended.
-        texts: for each row, the text that can be shown because of it; None without a tokenizer.
-    """
-
-    tokens: np.ndarray
-    texts: list[str] | None
+FinishReason = Literal["stop", "length", "nonfinite"]
 
 
 class Result(NamedTuple):
@@ -44,7 +37,8 @@ class Result(NamedTuple):
         tokens: [B, max_new_tokens] int32 ids, a stop token included; 0 right of a row's length.
         lengths: [B] int32.
         texts: the answers without special tokens and stop strings; None without a tokenizer.
-        finish_reasons: for each row "stop" (a stop token or string) or "length" (`max_new_tokens`).
+        finish_reasons: for each row "stop" (a stop token or string), "length" (`max_new_tokens`), or "nonfinite" (the
+            scores of its next token are NaN or infinite, as broken weights give).
         cache: holds the prompt and every returned token, as far as the policy keeps them: give it to `generate` or
             `extend` to go on.
         stats: tokens, bytes and seconds.
@@ -57,23 +51,16 @@ class Result(NamedTuple):
     cache: Cache
     stats: Stats
 
+    @property
+    def text(self) -> str:
+        """The answer of the only row.
 
-class _Progress(NamedTuple):
-    """What the compiled loop carries.
-
-    Attributes:
-        cache: of all tokens so far.
-        logits: of the next token.
-        tokens: the answers so far.
-        counts: their lengths.
-        active: rows that go on.
-    """
-
-    cache: Cache
-    logits: Float[Array, "B V"]
-    tokens: Int[Array, "B M"]
-    counts: Int[Array, "B"]
-    active: Bool[Array, "B"]
+        Raises:
+            ValueError: there are several rows, or there was no tokenizer.
+        """
+        if self.texts is None or len(self.texts) != 1:
+            raise ValueError("`text` is that of one row that a `tokenizer` decoded; see `texts` and `tokens`.")
+        return self.texts[0]
 
 
 def generate(
@@ -87,7 +74,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    seed: int | Sequence[int] = 0,
+    seed: int | Sequence[int] | np.ndarray | jax.Array = 0,
     stop_tokens: int | Sequence[int] | None = None,
     stop_strings: str | Sequence[str] = (),
     callback: Callable[[NewToken], None] | None = None,
@@ -97,13 +84,15 @@ def generate(
 ) -> Result:
     """Answers a prompt, or a batch of them, with a compressed cache.
 
-    Without a callback and stop strings all tokens are decoded in one compiled loop; with them the host looks at
-    every token. Rows of different lengths give what each gives alone.
+    Without a callback and stop strings tokens are decoded in a compiled loop, for about half a second a call, so that
+    Ctrl-C takes effect; with them the host looks at every token. Rows of different lengths give what each gives
+    alone. A row whose scores become NaN or infinite ends there, with a `NonFiniteWarning`.
 
     Args:
         params: the model, for example `kvjax_models.load(...).params`.
         prompt: ids [n] or [B, n], a list of rows of different lengths, and with a tokenizer a text, a list of texts,
-            a chat (list of {"role": ..., "content": ...}) or a list of chats.
+            a chat (list of {"role": ..., "content": ...}) or a list of chats. What a Hugging Face tokenizer returns
+            (`input_ids`, `attention_mask`) is taken too.
         policy: which tokens stay in the cache; all by default.
         max_new_tokens: the longest answer.
         tokenizer: for texts and chats.
@@ -115,7 +104,8 @@ def generate(
         stop_tokens: ids that end an answer; the model's own by default, () for none.
         stop_strings: texts that end an answer.
         callback: gets a `NewToken` at every step.
-        cache: of an earlier result: the prompt continues it.
+        cache: of an earlier result: the prompt continues it. A text then gets no token that begins a text, and a
+            chat is the new messages only, rendered as the turn behind the answer; `kvjax.Chat` keeps track of both.
         cache_dtype: of cached keys and values, float32 or bfloat16; the model's by default.
         implementation: which kernels run, one name for all operations or a name for some of them
             (`kvjax.implementation.OPERATIONS`): "tpu", "gpu", "xla", "reference", "tpu-interpret", "gpu-interpret".
@@ -126,64 +116,122 @@ def generate(
         ValueError: arguments that cannot be; see the message.
         NotImplementedError: a named implementation that cannot do this.
     """
-    model = check_model(params)
-    room = check_new_tokens(max_new_tokens)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).arrays()
-    stops = _stop_tokens(stop_tokens, model)
-    stop_texts = _stop_strings(stop_strings, tokenizer)
-    policy = _policy(policy, cache, model, cache_dtype)
-    forced = check_implementation(implementation)
-    batch = batch_of(token_rows(prompt, model=model.spec, tokenizer=tokenizer))
-    rows = len(batch.lengths)
-    keys = row_keys(seed, rows)
-
-    started = time.perf_counter()
-    if cache is None:
-        logits, cache, ran = prefill_batch(
-            model, batch, policy=policy, room=room, cache_dtype=cache_dtype, implementation=forced
-        )
-    else:
-        logits, cache, ran = extend_batch(model, cache if forced is None else cache.using(forced), batch, room=room)
-    logits.block_until_ready()
-    prefilled = time.perf_counter()
-
-    progress = _Progress(
+    if callback is not None and not callable(callback):
+        raise ValueError(f"`callback` must be a function of a `NewToken`, got {callback!r}.")
+    asked = question(
+        params,
+        prompt,
+        policy=policy,
+        max_new_tokens=max_new_tokens,
+        tokenizer=tokenizer,
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+        seed=seed,
+        stop_tokens=stop_tokens,
+        stop_strings=stop_strings,
         cache=cache,
-        logits=logits,
-        tokens=jnp.zeros((rows, room), jnp.int32),
-        counts=jnp.zeros(rows, jnp.int32),
-        active=jnp.ones(rows, bool),
+        cache_dtype=cache_dtype,
+        implementation=implementation,
     )
-    leaves, structure = jax.tree.flatten(model)
-    advance = functools.partial(_decode_loop, leaves, structure=structure, stops=stops, keys=keys, sampling=sampling)
-    streams = None if tokenizer is None else [TextStream(tokenizer, stop_texts) for _ in range(rows)]
-    if callback is None and not stop_texts:
-        progress, decoding = advance(progress, steps=room)
-    else:
-        progress, decoding = _watch(progress, advance, streams, callback)
-    progress.counts.block_until_ready()
-    decoded = time.perf_counter()
+    return to_end(answering(asked, watched=callback is not None), callback)
 
-    lengths = np.asarray(progress.counts)
-    answers = [row[:length] for row, length in zip(np.asarray(progress.tokens), lengths, strict=True)]
-    stopped = [stream.stopped for stream in streams] if streams is not None else [False] * rows
+
+def to_end(steps: Generator[NewToken, None, Result], callback: Callable[[NewToken], None] | None) -> Result:
+    """Takes every step, tells a callback of it, and returns the answer."""
+    while True:
+        try:
+            new = next(steps)
+        except StopIteration as end:
+            return end.value
+        if callback is not None:
+            callback(new)
+
+
+def answering(asked: Question, *, watched: bool) -> Generator[NewToken, None, Result]:
+    """Answers; yields every step where it is `watched` or there are stop strings."""
+    started, compilation = time.perf_counter(), Compilation()
+    with compilation:
+        logits, cache, ran = _read(asked)
+        logits.block_until_ready()
+    prefilled = time.perf_counter()
+    leaves, structure = flatten(asked.model)
+    stops = jnp.asarray(asked.stops, jnp.int32)
+
+    def advance(progress: Progress, steps: int) -> tuple[Progress, Ran]:
+        with compilation:
+            return decode_loop(
+                leaves,
+                progress,
+                structure=structure,
+                stops=stops,
+                keys=asked.keys,
+                sampling=asked.sampling,
+                steps=steps,
+            )
+
+    progress = Progress.start(cache, logits, room=asked.room)
+    tokenizer, rows = asked.tokenizer, len(asked.batch.lengths)
+    streams = None if tokenizer is None else [TextStream(tokenizer, asked.stop_texts) for _ in range(rows)]
+    if watched or asked.stop_texts:
+        progress, decoding = yield from decode_watched(progress, advance, streams)
+    else:
+        progress, decoding = decode_all(progress, advance, alike=(cache.model, rows))
+    progress.counts.block_until_ready()
+    return _result(
+        asked,
+        progress,
+        streams,
+        implementations=dict(ran.operations + decoding.operations),
+        prefill_seconds=prefilled - started,
+        decode_seconds=time.perf_counter() - prefilled,
+        compile_seconds=compilation.seconds,
+    )
+
+
+def _read(asked: Question) -> tuple[jax.Array, Cache, Ran]:
+    """Scores of the first new token, and the cache with the prompt."""
+    if asked.cache is not None:
+        return extend_batch(asked.model, asked.cache, asked.batch, room=asked.room)
+    return prefill_batch(
+        asked.model,
+        asked.batch,
+        policy=asked.policy,
+        room=asked.room,
+        cache_dtype=asked.cache_dtype,
+        implementation=asked.implementation,
+    )
+
+
+def _result(asked: Question, progress: Progress, streams: list[TextStream] | None, **measured: Any) -> Result:
+    tokens, lengths = np.asarray(progress.tokens), np.asarray(progress.counts)
+    answers = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    broken = np.asarray(progress.broken)
+    _warn_of(broken, lengths)
+    stopped = [stream.stopped for stream in streams] if streams is not None else [False] * len(answers)
+    asked_last = asked.batch.tokens[np.arange(len(answers)), asked.batch.lengths - 1]
+    last = [row[-1] if len(row) else token for row, token in zip(answers, asked_last, strict=True)]
+    progress.cache.known = Known(np.asarray(last))
     return Result(
-        tokens=np.asarray(progress.tokens),
+        tokens=tokens,
         lengths=lengths,
-        texts=_texts(answers, streams if stop_texts else None, tokenizer),
+        texts=_texts(answers, streams if asked.stop_texts else None, asked.tokenizer),
         finish_reasons=[
-            "stop" if s or a[-1] in np.asarray(stops) else "length" for a, s in zip(answers, stopped, strict=True)
+            "nonfinite" if b else "stop" if s or (len(a) and a[-1] in asked.stops) else "length"
+            for a, s, b in zip(answers, stopped, broken.tolist(), strict=True)
         ],
         cache=progress.cache,
-        stats=_stats(
-            progress,
-            batch,
-            room,
-            implementations=dict(ran.operations + decoding.operations),
-            prefill_seconds=prefilled - started,
-            decode_seconds=decoded - prefilled,
+        stats=stats_of(
+            progress.cache, prompt_tokens=asked.batch.lengths, new_tokens=lengths, room=asked.room, **measured
         ),
     )
+
+
+def _warn_of(broken: np.ndarray, lengths: np.ndarray) -> None:
+    for row in np.flatnonzero(broken):
+        warnings.warn(
+            f"row {row} ended after {lengths[row]} new tokens: the model's scores of the next one are NaN or infinite.",
+            NonFiniteWarning,
+            skip_file_prefixes=(PACKAGE,),
+        )
 
 
 def _texts(
@@ -195,116 +243,3 @@ def _texts(
     if streams is not None:
         return [stream.text for stream in streams]
     return [tokenizer.decode(answer.tolist(), skip_special_tokens=True) for answer in answers]
-
-
-def _stats(progress: _Progress, batch: Batch, room: int, **measured: Any) -> Stats:
-    cache, lengths = progress.cache, np.asarray(progress.counts)
-    seen = np.asarray(cache.next_position)
-    return Stats(
-        prompt_tokens=tuple(batch.lengths.tolist()),
-        new_tokens=tuple(lengths.tolist()),
-        kept_tokens=kept_tokens(cache),
-        seen_tokens=float(seen.mean()),
-        cache_bytes=cache_bytes(cache),
-        full_cache_bytes=full_cache_bytes(cache, int((seen - lengths).max()) + room),
-        **measured,
-    )
-
-
-def _stop_strings(stop_strings: str | Sequence[str], tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    texts = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-    if texts and tokenizer is None:
-        raise ValueError("`stop_strings` need a `tokenizer`.")
-    if any(not text for text in texts):
-        raise ValueError("`stop_strings` must not be empty.")
-    return texts
-
-
-def _policy(policy: Policy | None, cache: Cache | None, model: Model, cache_dtype: object) -> Policy:
-    if cache is None:
-        return Full() if policy is None else check_policy(policy)
-    check_cache(model, cache)
-    if policy is not None and check_policy(policy) != cache.policy:
-        raise ValueError(f"`policy` must be the one of the `cache`, {cache.policy}, or None; got {policy}.")
-    if cache_dtype is not None and dtype_name(cache_dtype) != cache.specs[0].dtype:
-        raise ValueError(f"`cache_dtype` must be the one of the `cache`, {cache.specs[0].dtype}; got {cache_dtype}.")
-    return cache.policy
-
-
-def _stop_tokens(stop_tokens: int | Sequence[int] | None, model: Model) -> jax.Array:
-    ids = np.asarray(model.spec.stop_tokens if stop_tokens is None else stop_tokens).reshape(-1)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise ValueError(f"`stop_tokens` must be integers, got {stop_tokens!r}.")
-    for token in ids.tolist():
-        if not 0 <= token < model.spec.vocab_size:
-            raise ValueError(f"`stop_tokens` must be from 0 to {model.spec.vocab_size - 1}, got {token}.")
-    return jnp.asarray(ids, jnp.int32)
-
-
-def _watch(
-    progress: _Progress,
-    advance: Callable[..., tuple[_Progress, Ran]],
-    streams: list[TextStream] | None,
-    callback: Callable[[NewToken], None] | None,
-) -> tuple[_Progress, Ran]:
-    """Decodes with the host looking at every token."""
-    active, ran = np.asarray(progress.active), Ran(())
-    for step in range(progress.tokens.shape[1]):
-        before = active
-        progress, ran = advance(progress, steps=1)
-        # A row that was active has one more token, at this step's place.
-        tokens = np.where(before, np.asarray(progress.tokens[:, step]), -1)
-        active = np.asarray(progress.active)
-        pieces = None
-        if streams is not None:
-            pieces = [
-                stream.add(int(token)) if token >= 0 else "" for stream, token in zip(streams, tokens, strict=True)
-            ]
-            halted = np.asarray([stream.stopped for stream in streams], bool)
-            if (active & halted).any():
-                active = active & ~halted
-                progress = progress._replace(active=jnp.asarray(active))
-            ended = before & ~active if step + 1 < progress.tokens.shape[1] else before
-            for row in np.flatnonzero(ended):
-                pieces[row] += streams[row].finish()
-        if callback is not None:
-            callback(NewToken(tokens, pieces))
-        if not active.any():
-            break
-    return progress, ran
-
-
-@functools.partial(jax.jit, static_argnames="structure", donate_argnames="progress")
-def _decode_loop(
-    leaves: list[jax.Array],
-    progress: _Progress,
-    *,
-    structure: Any,
-    stops: jax.Array,
-    keys: jax.Array,
-    sampling: SamplingArrays | None,
-    steps: int | jax.Array,
-) -> tuple[_Progress, Ran]:
-    """Up to `steps` tokens for every active row, and what runs."""
-    model: Model = jax.tree.unflatten(structure, leaves)
-    longest = progress.tokens.shape[1]
-    row = jnp.arange(progress.tokens.shape[0])
-
-    def goes_on(carry: tuple[jax.Array, _Progress]) -> jax.Array:
-        step, now = carry
-        return (step < steps) & now.active.any()
-
-    def body(carry: tuple[jax.Array, _Progress]) -> tuple[jax.Array, _Progress]:
-        step, now = carry
-        token = choose(now.logits, keys, now.counts, sampling)
-        place = jnp.where(now.active, now.counts, longest + row)
-        tokens = now.tokens.at[row, place].set(token, mode="drop", unique_indices=True)
-        counts = now.counts + now.active.astype(jnp.int32)
-        # The last token goes through the model too, so that the cache holds all that is returned.
-        logits, cache = decode_step(model, now.cache, jnp.where(now.active, token, -1))
-        ended = (token[:, None] == stops[None]).any(-1) | (counts >= longest)
-        return step + 1, _Progress(cache, logits, tokens, counts, now.active & ~ended)
-
-    with record() as ran:
-        _, progress = jax.lax.while_loop(goes_on, body, (jnp.zeros((), jnp.int32), progress))
-    return progress, Ran.of(ran)

@@ -13,12 +13,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention import Asked
+from kvjax.flattening import flatten
 from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy, last_queries
-from kvjax.prompts import Tokenizer, batch_of, check_policy, token_rows
+from kvjax.prompts import batch_of, check_policy, token_rows
+from kvjax.sampling import is_integer
 from kvjax.state import EMPTY, Cache
 from kvjax.statistics import kept_positions
 from kvjax.steps import prefill_batch
+from kvjax.tokenizing import Tokenizer, check_tokenizer
 from kvjax_kernels import pooled_attention, prefill_attention
 
 #: Queries that are scored at once; bounds the memory, which is that of so many rows of attention.
@@ -77,19 +80,21 @@ def attention_mass(params: Model, tokens: object, *, policy: Policy, queries: in
         ValueError: a row without a context, or other arguments that cannot be; see the message.
     """
     model, policy = check_model(params), check_policy(policy)
-    rows = token_rows(tokens, model=model.spec)
+    if not is_integer(queries):
+        raise ValueError(f"`queries` must be an integer, got {queries!r}.")
+    rows = token_rows(tokens, model=model.spec, argument="tokens")
     shortest = min(len(row) for row in rows)
     if not 1 <= queries < shortest:
         raise ValueError(
             f"`queries` must be at least 1 and leave at least one token of context, "
             f"got {queries} for a row of {shortest} tokens."
         )
-    contexts = [row[:-queries] for row in rows]
+    contexts = [row[: -int(queries)] for row in rows]
     # Nothing is decoded; one shape for all numbers of queries.
     _, cache, _ = prefill_batch(model, batch_of(contexts), policy=policy, room=1)
     batch = batch_of(rows)
-    leaves, structure = jax.tree.flatten(model)
-    received = _received(leaves, batch.tokens, batch.lengths, structure=structure, queries=queries)
+    leaves, structure = flatten(model)
+    received = _received(leaves, batch.tokens, batch.lengths, structure=structure, queries=int(queries))
     pairs = [
         [
             [_shares(attention[: len(context)], kept) for attention, kept in zip(heads, kept_by_head, strict=True)]
@@ -107,9 +112,11 @@ def kept_mask(cache: Cache, *, row: int = 0) -> np.ndarray:
     Raises:
         ValueError: the cache has no such row.
     """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"`cache` must be a kvjax.Cache, got {type(cache).__name__}.")
     rows = cache.next_position.shape[0]
-    if not 0 <= row < rows:
-        raise ValueError(f"`row` must be one of the cache's {rows}, 0 to {rows - 1}, got {row}.")
+    if isinstance(row, bool) or not isinstance(row, int | np.integer) or not 0 <= row < rows:
+        raise ValueError(f"`row` must be one of the cache's {rows}, 0 to {rows - 1}, got {row!r}.")
     seen = int(cache.next_position[row])
     mask = np.zeros((len(cache.layers), cache.model.num_kv_heads, seen), bool)
     for layer, kept_by_row in enumerate(kept_positions(cache)):
@@ -134,6 +141,10 @@ def retention_table(cache: Cache, tokens: object, tokenizer: Tokenizer, *, row: 
     ids = np.asarray(tokens)
     if ids.shape != heads.shape:
         raise ValueError(f"`tokens` must be the {len(heads)} ids that row {row} has seen, got shape {ids.shape}.")
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"`tokens` must be integers, got {ids.dtype}.")
+    if check_tokenizer(tokenizer) is None:
+        raise ValueError("`tokenizer` must give the tokens' texts, got None.")
     texts = token_texts(ids.tolist(), tokenizer)
     return [TokenRetention(*entry) for entry in zip(range(len(ids)), ids.tolist(), texts, heads.tolist(), strict=True)]
 

@@ -1,8 +1,10 @@
 """What kvjax asks of a model."""
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import jax
+from jax.core import Tracer
 
 from kvjax.state import Attend, ModelSpec
 
@@ -40,3 +42,15 @@ def check_model(params: object) -> Model:
         f"`params` must be a model such as `kvjax_models.load(...).params`, with `spec`, `__call__` and `logits`; "
         f"got {type(params).__name__}{hint}."
     )
+
+
+def check_mesh(leaves: Iterable[object]) -> None:
+    """Raises a ValueError if a model's arrays lie on a mesh whose sharding has to be spelled out in every operation."""
+    for leaf in leaves:
+        sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                f"`params` must not lie on a mesh with Explicit axes, got {mesh}: make it with "
+                "`axis_types=(jax.sharding.AxisType.Auto,) * n`, and move them there with `jax.device_put`."
+            )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.rope import Rotation
@@ -181,6 +182,18 @@ class Kept(NamedTuple):
     scores: Float[Array, "B K S"] | None = None
 
 
+class Known(NamedTuple):
+    """What the host knows of a cache without asking the device.
+
+    Attributes:
+        last_tokens: [B], the id of the newest token of each row; -1 where it is not known.
+        free: [B], tokens that each row can still take by `decode`, at least; None where it is not known.
+    """
+
+    last_tokens: np.ndarray
+    free: np.ndarray | None = None
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class Cache:
     """What a model remembers of each row: one state a layer, and the next absolute position.
@@ -193,9 +206,10 @@ class Cache:
         policy: the policy that keeps it.
         specs: a `LayerSpec` for each layer.
         room: tokens that were to be decoded after the last prompt; `extend` makes room for as many again.
+        known: what the host knows besides; no part of the pytree, so None behind `jax.jit` and `jax.tree.map`.
     """
 
-    __slots__ = ("layers", "next_position", "policy", "room", "specs")
+    __slots__ = ("known", "layers", "next_position", "policy", "room", "specs")
 
     def __init__(
         self,
@@ -205,7 +219,9 @@ class Cache:
         policy: "Policy",
         specs: tuple[LayerSpec, ...],
         room: int,
+        known: Known | None = None,
     ):
+        self.known = known
         self.layers = layers
         self.next_position = next_position
         self.policy = policy
@@ -229,6 +245,7 @@ class Cache:
         cache = object.__new__(cls)
         cache.layers, cache.next_position = children
         cache.policy, cache.specs, cache.room = static
+        cache.known = None
         return cache
 
     @property
@@ -245,7 +262,7 @@ class Cache:
         layers = tuple(
             _laid_out(state, old, new) for state, old, new in zip(self.layers, self.specs, specs, strict=True)
         )
-        return Cache(layers, self.next_position, policy=self.policy, specs=specs, room=self.room)
+        return Cache(layers, self.next_position, policy=self.policy, specs=specs, room=self.room, known=self.known)
 
     def __repr__(self) -> str:
         batch = self.next_position.shape[0]

@@ -1,6 +1,7 @@
 """What a cache holds, and what it costs."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ class Stats:
             room for new ones, in every row.
         prefill_seconds: until the first scores, compilation included.
         decode_seconds: for the new tokens, compilation included.
+        compile_seconds: of both together, what the compiler took, or reading what it had compiled before.
         implementations: which implementation of each kernel operation ran.
     """
 
@@ -34,12 +36,35 @@ class Stats:
     full_cache_bytes: int
     prefill_seconds: float
     decode_seconds: float
+    compile_seconds: float
     implementations: dict[str, str]
 
     @property
     def tokens_per_second(self) -> float:
         """New tokens a second, over all rows."""
         return sum(self.new_tokens) / max(self.decode_seconds, 1e-9)
+
+
+def stats_of(cache: Cache, *, prompt_tokens: np.ndarray, new_tokens: np.ndarray, room: int, **measured: Any) -> Stats:
+    """What an answer took.
+
+    Args:
+        cache: at its end.
+        prompt_tokens: [B], of each row.
+        new_tokens: [B], of each row.
+        room: the longest answer that there was room for.
+        measured: the seconds and implementations of `Stats`.
+    """
+    seen = np.asarray(cache.next_position)
+    return Stats(
+        prompt_tokens=tuple(prompt_tokens.tolist()),
+        new_tokens=tuple(new_tokens.tolist()),
+        kept_tokens=kept_tokens(cache),
+        seen_tokens=float(seen.mean()),
+        cache_bytes=cache_bytes(cache),
+        full_cache_bytes=full_cache_bytes(cache, int((seen - new_tokens).max()) + room),
+        **measured,
+    )
 
 
 def cache_bytes(cache: Cache) -> int:

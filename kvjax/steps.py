@@ -10,13 +10,15 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocation import bucket, bucket_start
+from kvjax.allocation import bucket, bucket_start, check_choice
 from kvjax.compiling import run_compiled
+from kvjax.flattening import flatten
+from kvjax.forward_only import forward_only
 from kvjax.implementation import Ran, check_implementation
-from kvjax.model import Model, check_model
+from kvjax.model import Model, check_mesh, check_model
 from kvjax.policies.base import Policy
-from kvjax.prompts import Batch, batch_of, check_new_tokens, check_policy, token_rows, warn_if_long
-from kvjax.state import EMPTY, Attend, Cache, LayerSpec, LayerState, for_platform
+from kvjax.prompts import Batch, Behind, batch_of, check_new_tokens, check_policy, token_rows, warn_if_long
+from kvjax.state import EMPTY, Attend, Cache, Known, LayerSpec, LayerState, for_platform
 from kvjax_kernels.dispatch import Implementation, record
 
 Logits = Literal["last", "all"]
@@ -53,8 +55,9 @@ def prefill(
     """
     model, policy = check_model(params), check_policy(policy)
     room = check_new_tokens(max_new_tokens)
+    check_choice("logits", logits, ("last", "all"))
     forced = check_implementation(implementation)
-    batch = batch_of(token_rows(tokens, model=model.spec))
+    batch = batch_of(token_rows(tokens, model=model.spec, argument="tokens"))
     scores, cache, _ = prefill_batch(
         model, batch, policy=policy, room=room, cache_dtype=cache_dtype, logits=logits, implementation=forced
     )
@@ -72,6 +75,8 @@ def prefill_batch(
     implementation: Implementation = None,
 ) -> tuple[jax.Array, Cache, Ran]:
     """`prefill` of checked arguments, and what ran."""
+    leaves, structure = flatten(model)
+    check_mesh(leaves)
     policy.check_lengths(batch.lengths)
     warn_if_long(policy, model.spec, batch.longest, room)
     shortest = bucket_start(int(batch.lengths.min()))
@@ -79,8 +84,7 @@ def prefill_batch(
         model.spec, batch.tokens.shape[1], room, shortest=shortest, dtype=dtype_name(cache_dtype)
     )
     specs = for_platform(specs, implementation)
-    leaves, structure = jax.tree.flatten(model)
-    return run_compiled(
+    scores, cache, ran = run_compiled(
         _prefill,
         leaves,
         batch.tokens,
@@ -91,6 +95,10 @@ def prefill_batch(
         room=room,
         logits=logits,
     )
+    cache.known = Known(_last_tokens(batch))
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        scores = forward_only(scores)
+    return scores, cache, ran
 
 
 def extend(
@@ -117,7 +125,9 @@ def extend(
     model = check_model(params)
     check_cache(model, cache)
     room = cache.room if max_new_tokens is None else check_new_tokens(max_new_tokens)
-    batch = batch_of(token_rows(tokens, model=model.spec))
+    check_choice("logits", logits, ("last", "all"))
+    behind = Behind.cache(cache.known, len(cache.next_position), model.spec.stop_tokens)
+    batch = batch_of(token_rows(tokens, model=model.spec, behind=behind, argument="tokens"))
     scores, cache, _ = extend_batch(model, cache, batch, room=room, logits=logits)
     return scores, cache
 
@@ -126,9 +136,12 @@ def extend_batch(
     model: Model, cache: Cache, batch: Batch, *, room: int, logits: Logits = "last"
 ) -> tuple[jax.Array, Cache, Ran]:
     """`extend` of checked arguments, and what ran."""
+    if isinstance(cache.next_position, Tracer):
+        raise ValueError(
+            "`cache` must be of known arrays, got traced ones: how far its rows are gives shapes. Call this function "
+            "outside of `jax.jit`; `kvjax.decode` can be called inside."
+        )
     seen = np.asarray(cache.next_position)
-    if len(batch.lengths) != len(seen):
-        raise ValueError(f"`tokens` must have a row for each of the cache's {len(seen)}, got {len(batch.lengths)}.")
     total = seen + batch.lengths
     cache.policy.check_lengths(total)
     if seen.max() <= model.spec.max_positions:
@@ -138,10 +151,17 @@ def extend_batch(
     shortest = bucket_start(int(total.min()))
     specs = cache.policy.layer_specs(model.spec, bucket(int(total.max())), room, shortest=shortest, dtype=dtype)
     specs = for_platform(specs, cache.specs[0].implementation)
-    leaves, structure = jax.tree.flatten(model)
-    return _extend(
+    leaves, structure = flatten(model)
+    check_mesh(leaves)
+    scores, cache, ran = _extend(
         leaves, cache, batch.tokens, batch.lengths, structure=structure, specs=specs, room=room, logits=logits
     )
+    cache.known = Known(_last_tokens(batch))
+    return scores, cache, ran
+
+
+def _last_tokens(batch: Batch) -> np.ndarray:
+    return batch.tokens[np.arange(len(batch.lengths)), batch.lengths - 1]
 
 
 def decode(params: Model, cache: Cache, token: object, *, donate: bool = True) -> tuple[jax.Array, Cache]:
@@ -161,42 +181,63 @@ def decode(params: Model, cache: Cache, token: object, *, donate: bool = True) -
     """
     model = check_model(params)
     check_cache(model, cache)
-    leaves, structure = jax.tree.flatten(model)
-    if not isinstance(token, Tracer):
-        ids = np.asarray(token)
-        if ids.shape != cache.next_position.shape or ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"`token` must be integers, one for each of the cache's {cache.next_position.shape[0]} rows, "
-                f"got {ids.dtype} of shape {ids.shape}."
-            )
-        if (ids >= model.spec.vocab_size).any():
-            raise ValueError(f"`token` must be below {model.spec.vocab_size}, got {int(ids.max())}.")
-        token = ids.astype(np.int32)
-        if not isinstance(cache.next_position, Tracer):
-            check_room(cache, ids >= 0)
+    leaves, structure = flatten(model)
     run = _decode_donated if donate else _decode
-    return run(leaves, cache, token, structure=structure)
+    if isinstance(token, Tracer):
+        return run(leaves, cache, token, structure=structure)
+    ids = np.asarray(token)
+    rows = cache.next_position.shape
+    if ids.shape != rows or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"`token` must be integers, one for each of the cache's {rows[0]} rows, "
+            f"got {ids.dtype} of shape {ids.shape}."
+        )
+    if (ids >= model.spec.vocab_size).any():
+        raise ValueError(f"`token` must be below {model.spec.vocab_size}, got {int(ids.max())}.")
+    ids = ids.astype(np.int32)
+    if isinstance(cache.next_position, Tracer):
+        return run(leaves, cache, ids, structure=structure)
+    active = ids >= 0
+    free = check_room(cache, active)
+    last = np.full(rows, -1) if cache.known is None else cache.known.last_tokens
+    scores, cache = run(leaves, cache, ids, structure=structure)
+    cache.known = Known(np.where(active, ids, last), free - active)
+    return scores, cache
 
 
 def check_cache(model: Model, cache: object) -> None:
     """Raises a ValueError unless `cache` is a cache of this model."""
     if not isinstance(cache, Cache):
         raise ValueError(f"`cache` must be a kvjax.Cache, got {type(cache).__name__}.")
+    if any(_is_deleted(leaf) for leaf in jax.tree.leaves(cache)):
+        raise ValueError(
+            "`cache` was donated to an earlier call: use the cache that the call returned, or give "
+            "`kvjax.decode(..., donate=False)`."
+        )
     if cache.model != model.spec:
         raise ValueError(f"`cache` belongs to another model: {cache.model}, not {model.spec}.")
 
 
-def check_room(cache: Cache, rows: np.ndarray) -> None:
-    """Raises a ValueError if one of `rows` [B] bool has no slot for another token."""
-    free = _free_slots(cache)
-    if free is None:
-        return
-    full = rows & (np.asarray(free) < 1)
+def _is_deleted(leaf: object) -> bool:
+    return not isinstance(leaf, Tracer) and isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def check_room(cache: Cache, rows: np.ndarray) -> np.ndarray:
+    """Tokens that each row can still take, at least; a ValueError if one of `rows` [B] bool has no slot for another.
+
+    The device is asked only where the host does not know, or the cache is full by its count.
+    """
+    free = None if cache.known is None else cache.known.free
+    if free is None or (rows & (free < 1)).any():
+        slots = _free_slots(cache)
+        free = np.full(rows.shape, np.iinfo(np.int64).max) if slots is None else np.asarray(slots, np.int64)
+    full = rows & (free < 1)
     if full.any():
         raise ValueError(
             f"the cache has no slot left for row {int(full.argmax())}: it was made with "
             f"`max_new_tokens={cache.room}`; ask for more, or make room with `kvjax.extend`."
         )
+    return free
 
 
 @jax.jit
@@ -227,14 +268,21 @@ def _run(
 ) -> tuple[Float[Array, "B T H"], tuple[LayerState, ...]]:
     """Hidden states, and the layers' states in order."""
     states: dict[int, LayerState] = {}
+    layers = range(model.spec.num_layers)
 
     def collect(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        if isinstance(layer, Tracer):
+            raise ValueError(
+                "the model called `attend` with a traced layer, as under `jax.lax.scan` over layers: layers have "
+                "caches of different shapes, so call it from a Python loop with each layer's index."
+            )
+        if layer not in layers:
+            raise ValueError(f"the model called `attend` for layer {layer!r}, and it has {len(layers)} layers.")
         output, states[layer] = attend(layer, query, key, value)
         return output
 
     collecting: Attend = collect
     hidden = model(tokens, collecting)
-    layers = range(model.spec.num_layers)
     missing = [layer for layer in layers if layer not in states]
     if missing:
         raise ValueError(f"the model did not call `attend` for layers {missing} of {model.spec.num_layers}.")

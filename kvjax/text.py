@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvjax.prompts import Tokenizer
+from kvjax.tokenizing import Tokenizer
 
 # What a tokenizer gives for the bytes of a character that is not complete yet.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

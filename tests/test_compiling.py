@@ -54,3 +54,20 @@ def test_a_prompt_gives_back_what_its_compiler_took(tiny, calls, monkeypatch):
     again, _ = kvjax.prefill(tiny, prompt, policy=kvjax.SnapKV(budget=32, window=8), max_new_tokens=3)
     assert calls.count("given back") == 1
     assert jnp.array_equal(first, again)
+
+
+def test_a_python_number_may_be_a_leaf(calls):
+    scaled = jax.jit(lambda x, scale: x * scale)
+    np.testing.assert_array_equal(compiling.run_compiled(scaled, np.ones(3, np.float32), 2.0), [2, 2, 2])
+    np.testing.assert_array_equal(compiling.run_compiled(scaled, np.ones(3, np.float32), 3.0), [3, 3, 3])
+    assert calls == ["compiled", "given back"]
+
+
+def test_a_compilation_tells_when_it_begins_and_ends_and_how_long_it_took():
+    told = []
+    with compiling.Compilation(told.append) as compilation:
+        jax.jit(lambda x: x - 17)(np.ones(7, np.float32))
+    assert told == [True, False]
+    assert compilation.seconds > 0
+    jax.jit(lambda x: x - 18)(np.ones(7, np.float32))
+    assert told == [True, False]

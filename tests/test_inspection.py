@@ -90,9 +90,17 @@ def test_queries_of_several_blocks_are_all_counted(monkeypatch):
     np.testing.assert_allclose(_summed_attention(query, positions, key, positions), whole, atol=1e-5)
 
 
-@pytest.mark.parametrize("queries", [0, 43])
-def test_every_row_needs_a_context(queries, tiny, rows):
-    with pytest.raises(ValueError, match=f"`queries` must be .* got {queries} for a row of 43 tokens"):
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize(
+    ("queries", "message"),
+    [
+        (0, "`queries` must be at least 1 .* got 0 for a row of 43 tokens"),
+        (43, "`queries` must be at least 1 and leave at least one token of context, got 43 for a row of 43 tokens"),
+        (2.5, "`queries` must be an integer, got 2.5"),
+    ],
+)
+def test_every_row_needs_a_context(queries, message, tiny, rows):
+    with pytest.raises(ValueError, match=message):
         attention_mass(tiny, rows, policy=kvjax.Full(), queries=queries)
 
 

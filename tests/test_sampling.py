@@ -77,7 +77,7 @@ def draws(logits: list[float], count: int, *, seed: int = 0, **settings) -> np.n
     """How often each token comes up in `count` rows."""
     rows = jnp.broadcast_to(jnp.asarray(logits)[None], (count, len(logits)))
     arrays = Sampling(**settings).arrays()
-    tokens = choose(rows, row_keys(seed, count), jnp.zeros(count, jnp.int32), arrays)
+    tokens, _ = choose(rows, row_keys(seed, count), jnp.zeros(count, jnp.int32), arrays)
     return np.bincount(np.asarray(tokens), minlength=len(logits))
 
 
@@ -108,7 +108,7 @@ def test_tokens_come_up_as_often_as_their_probability_says(settings, shares):
 
 def test_no_temperature_takes_the_best_token_and_of_equals_the_first():
     logits = jnp.asarray([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]])
-    tokens = choose(logits, row_keys(0, 2), jnp.zeros(2, jnp.int32), Sampling().arrays())
+    tokens, _ = choose(logits, row_keys(0, 2), jnp.zeros(2, jnp.int32), Sampling().arrays())
     np.testing.assert_array_equal(tokens, [1, 0])
     assert tokens.dtype == jnp.int32
 
@@ -118,7 +118,7 @@ def test_a_row_draws_by_its_own_seed_and_step():
     arrays = Sampling(temperature=1.0).arrays()
 
     def tokens(seed, step):
-        return np.asarray(choose(logits, row_keys(seed, 3), jnp.full(3, step, jnp.int32), arrays))
+        return np.asarray(choose(logits, row_keys(seed, 3), jnp.full(3, step, jnp.int32), arrays)[0])
 
     first = tokens(7, 0)
     assert len(set(first)) == 3

@@ -28,15 +28,15 @@ def _answer(turn: str, answer: Callable[[str], Answer], *, note: Callable[[str],
     try:
         answer(turn)
     except KeyboardInterrupt:
-        if not sys.stdin.isatty():
+        if not _at_terminal():
             raise
         print(flush=True)
-        note("stopped; Ctrl-C again or Ctrl-D leaves")
+        note("stopped, and this turn forgotten; Ctrl-C again or Ctrl-D leaves")
 
 
 def _turns() -> Iterator[str]:
     """What the user says, without empty lines, up to /exit or the end."""
-    at_terminal = sys.stdin.isatty()
+    at_terminal = _at_terminal()
     if at_terminal:
         with contextlib.suppress(ImportError):  # Windows has none; lines can be edited without.
             import readline  # noqa: F401
@@ -46,6 +46,10 @@ def _turns() -> Iterator[str]:
             return
         if turn.strip():
             yield turn
+
+
+def _at_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _typed_line() -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import kvjax
-from kvjax.cli.report import megabytes, policy_settings
+from kvjax.cli.report import policy_settings, sizes
 from kvjax.cli.retention import layer_lines, percent, span_lines, span_with, spans, token_lines
 from kvjax.plots import short_name
 from kvjax.statistics import full_cache_bytes
@@ -47,7 +47,7 @@ def text_findings(findings: Findings, *, every_token: bool) -> Iterator[str]:
     share = float(findings.counts.mean()) / len(table)
     size, full = _sizes(findings)
     name = short_name(cache.policy)
-    yield f"{name} keeps {percent(share)} of {len(table)} tokens, {megabytes(size)} of {megabytes(full)} full"
+    yield f"{name} keeps {percent(share)} of {len(table)} tokens, {sizes(size, full)}"
     held, best = percent(float(mass.kept.mean())), percent(float(mass.oracle.mean()))
     yield f"of the last {findings.queries} tokens' attention to those before: {held} held, {best} at best"
     if findings.number is not None:

@@ -3,16 +3,19 @@
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import kvjax
 from kvjax.cli.chat import chat
-from kvjax.cli.conversation import Answer, Conversation
+from kvjax.cli.conversation import Answer, prompt_ids, takes_plain_text, timed
 from kvjax.cli.errors import UserError
 from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.interrupt import abandons_work_after_ctrl_c
 from kvjax.cli.loading import load_model, model_name
 from kvjax.cli.options import SPELLINGS, add_model_arguments, add_policy_arguments, add_sampling_arguments
 from kvjax.cli.policies import make_policy
+from kvjax.cli.progress import note
 from kvjax.cli.prompt_source import add_prompt_arguments, check_sources, hide_needle, prompt_text
 from kvjax.cli.report import json_report, stats_line
 from kvjax_kernels.dispatch import IMPLEMENTATIONS
@@ -63,18 +66,30 @@ def run(args: argparse.Namespace) -> int:
     prompt = prompt_text(args)
     settings = _settings(args)
     loaded = load_model(args.model, dtype=args.dtype)
-    conversation = Conversation(loaded, policy=policy, system=args.system, raw=args.raw, settings=settings, note=_note)
-    if args.chat and conversation.plain:
+    plain = takes_plain_text(loaded, raw=args.raw, system=args.system)
+    if args.chat and plain:
         raise UserError("--chat needs a model with a chat template, and the checkpoint has none.")
     hidden = None
     if args.needle is not None:
         assert loaded.tokenizer is not None
-        hidden = hide_needle(args, loaded.tokenizer, note=_note)
+        hidden = hide_needle(args, loaded.tokenizer, note=note)
         prompt = hidden.prompt
     if args.chat:
-        return _talk(conversation, prompt, hidden)
+        assert loaded.tokenizer is not None
+        talk = kvjax.Chat(loaded.params, loaded.tokenizer, policy=policy, system=args.system, **settings)
+        return _talk(talk, prompt, hidden)
     assert prompt is not None
-    return _answer_once(conversation, prompt, hidden, args=args, loaded=loaded)
+    ids = prompt_ids(loaded, prompt, plain=plain, system=args.system)
+
+    def answer(show: Callable[[str], None]) -> Answer:
+        def run(take: Callable[[kvjax.NewToken], None]) -> kvjax.Result:
+            return kvjax.generate(
+                loaded.params, ids, policy=policy, tokenizer=loaded.tokenizer, callback=take, **settings
+            )
+
+        return timed(run, waiting=f"Reading {len(ids)} tokens", show=show)
+
+    return _answer_once(answer, hidden, args=args, loaded=loaded)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -95,6 +110,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.max_new_tokens is None:
         # A needle's answer is short, and room for more would hide how small the cache is.
         args.max_new_tokens = 256 if args.needle is None or args.chat else 32
+    if "" in args.stop:
+        raise ValueError("`stop_strings` must not be empty.")
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
     return {
         **dataclasses.asdict(sampling),
@@ -107,8 +124,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _answer_once(
-    conversation: Conversation,
-    prompt: str,
+    answer: Callable[[Callable[[str], None]], Answer],
     hidden: "Needle | None",
     *,
     args: argparse.Namespace,
@@ -116,48 +132,46 @@ def _answer_once(
 ) -> int:
     with abandons_work_after_ctrl_c():
         if not args.json:
-            answer = _answer_aloud(conversation, prompt)
+            answered = _answer_aloud(answer)
         else:
-            answer = conversation.answer(prompt, show=lambda piece: None)
-            found = {} if hidden is None else {"needle": {"number": hidden.answer, "found": _found(hidden, answer)}}
+            answered = answer(lambda piece: None)
+            found = {} if hidden is None else {"needle": {"number": hidden.answer, "found": _found(hidden, answered)}}
             name = model_name(args.model)
-            print(json_report(answer, model_name=name, loaded=loaded, policy_name=args.policy, **found))
-            _say(stats_line(answer))
-    _tell_needle(hidden, answer)
+            print(json_report(answered, model_name=name, loaded=loaded, policy_name=args.policy, **found))
+            _say(stats_line(answered))
+    _tell_needle(hidden, answered)
     return 0
 
 
-def _talk(conversation: Conversation, prompt: str | None, hidden: "Needle | None") -> int:
+def _talk(talk: kvjax.Chat, prompt: str | None, hidden: "Needle | None") -> int:
     """Chats; the first turn may be a needle's."""
     waiting = [hidden]
 
     def answer(turn: str) -> Answer:
-        answered = _answer_aloud(conversation, turn)
+        def run(take: Callable[[kvjax.NewToken], None]) -> kvjax.Result:
+            return talk.say(turn, callback=take)
+
+        answered = _answer_aloud(lambda show: timed(run, waiting="Reading the turn", show=show))
         _tell_needle(waiting.pop() if waiting else None, answered)
         return answered
 
-    return chat(prompt, answer, note=_note)
+    return chat(prompt, answer, note=note)
 
 
-def _answer_aloud(conversation: Conversation, prompt: str) -> Answer:
-    answer = conversation.answer(prompt, show=lambda piece: print(piece, end="", flush=True))
+def _answer_aloud(answer: Callable[[Callable[[str], None]], Answer]) -> Answer:
+    answered = answer(lambda piece: print(piece, end="", flush=True))
     print(flush=True)
-    _say(stats_line(answer))
-    return answer
+    _say(stats_line(answered))
+    return answered
 
 
 def _tell_needle(hidden: "Needle | None", answer: Answer) -> None:
     if hidden is not None:
-        _note(f"the answer {'has' if _found(hidden, answer) else 'does not have'} the number {hidden.answer}")
+        note(f"the answer {'has' if _found(hidden, answer) else 'does not have'} the number {hidden.answer}")
 
 
 def _found(hidden: "Needle", answer: Answer) -> bool:
-    assert answer.result.texts is not None
-    return hidden.answer in answer.result.texts[0]
-
-
-def _note(text: str) -> None:
-    _say(f"kvjax: {text}")
+    return hidden.answer in answer.result.text
 
 
 def _say(text: str) -> None:

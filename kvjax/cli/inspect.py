@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import kvjax
-from kvjax.cli.conversation import first_messages, takes_plain_text
+from kvjax.cli.conversation import prompt_ids, takes_plain_text
 from kvjax.cli.errors import UserError
 from kvjax.cli.findings import Findings, json_findings, text_findings
 from kvjax.cli.help_texts import EXAMPLES, Formatter
@@ -80,12 +80,7 @@ def run(args: argparse.Namespace) -> int:
         hidden = hide_needle(args, loaded.tokenizer, note=_note)
         prompt, number = hidden.prompt, hidden.answer
     assert prompt is not None
-    if plain:
-        tokens = loaded.tokenizer.encode(prompt)
-    else:
-        messages = [*first_messages(args.system), {"role": "user", "content": prompt}]
-        text = loaded.tokenizer.apply_chat_template(messages)
-        tokens = loaded.tokenizer.encode(text, add_special_tokens=False)
+    tokens = prompt_ids(loaded, prompt, plain=plain, system=args.system)
     with abandons_work_after_ctrl_c(), activity(f"Reading {len(tokens)} tokens"):
         findings = _findings(loaded, tokens, policy=policy, args=args, number=number)
         _draw(findings, args.out)

@@ -14,6 +14,7 @@ from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.interrupt import INTERRUPTED
 
 _WRONG, _PIPE_CLOSED = 2, 141
+_WARNINGS = (kvjax.LongContextWarning, kvjax.NonFiniteWarning, kvjax.RereadWarning)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,13 +70,14 @@ def _warnings_on_one_line() -> Iterator[None]:
     show_others = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> None:
-        if issubclass(category, kvjax.LongContextWarning):
+        if issubclass(category, _WARNINGS):
             print(f"kvjax: warning: {message}", file=sys.stderr)
         else:
             show_others(message, category, *place, **line)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("always", kvjax.LongContextWarning)
+        for category in _WARNINGS:
+            warnings.simplefilter("always", category)
         warnings.showwarning = show
         yield
 

@@ -3,30 +3,43 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from kvjax.cli.errors import UserError
 
 
+class Activity:
+    """A spinner that shows, or, where stderr is no terminal, nothing."""
+
+    def __init__(self, spinner: Any = None, task: Any = None):
+        self._spinner, self._task = spinner, task
+
+    def describe(self, message: str) -> None:
+        """Shows another message."""
+        if self._spinner is not None:
+            self._spinner.update(self._task, description=message)
+
+    def end(self) -> None:
+        """Ends it early; harmless when called again."""
+        if self._spinner is not None:
+            self._spinner.stop()
+
+
 @contextlib.contextmanager
-def activity(message: str) -> Iterator[Callable[[], None]]:
+def activity(message: str) -> Iterator[Activity]:
     """Shows a spinner and the elapsed time on stderr while its body runs, if stderr is a terminal.
 
     Nothing may be written to stdout while it shows.
-
-    Yields:
-        What ends it early; harmless when called again.
 
     Raises:
         UserError: rich is not installed.
     """
     if not sys.stderr.isatty():
-        yield lambda: None
+        yield Activity()
         return
     with _spinner() as spinner:
-        spinner.add_task(message, total=None)
-        yield spinner.stop
+        yield Activity(spinner, spinner.add_task(message, total=None))
 
 
 class Lines:

@@ -16,14 +16,22 @@ def stats_line(answer: Answer) -> str:
     """Times and bytes of an answer, on one line."""
     stats = answer.result.stats
     parts = [f"prefill {stats.prefill_seconds:.1f} s", f"first token {answer.first_token_seconds:.1f} s"]
+    if stats.compile_seconds >= 0.05:
+        parts.append(f"compiled {stats.compile_seconds:.1f} s")
     if answer.tokens_per_second is not None:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
     if isinstance(answer.result.cache.policy, kvjax.Full):
         parts.append(f"cache {megabytes(stats.cache_bytes)} (full)")
     else:
-        share = stats.cache_bytes / stats.full_cache_bytes
-        parts.append(f"cache {megabytes(stats.cache_bytes)} of {megabytes(stats.full_cache_bytes)} full ({share:.0%})")
-    return " · ".join(parts).replace("%", " %")
+        parts.append(f"cache {sizes(stats.cache_bytes, stats.full_cache_bytes)}")
+    return " · ".join(parts)
+
+
+def sizes(cache: int, full: int) -> str:
+    """The bytes of a cache beside a full one's; a cache of fixed size is the larger one as long as little is in it."""
+    if cache > full:
+        return f"{megabytes(cache)}, of fixed size; a full one would have {megabytes(full)} so far"
+    return f"{megabytes(cache)} of {megabytes(full)} full ({cache / full * 100:.0f} %)"
 
 
 def json_report(

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.prompts import Tokenizer, chat_text
+from kvjax.conversation import chat_text
+from kvjax.prompts import Tokenizer
 
 #: What has a passkey.
 _OWNERS = (

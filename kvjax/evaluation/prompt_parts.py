@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
+from kvjax.conversation import chat_text
 from kvjax.evaluation.task import Example, Task
-from kvjax.prompts import Tokenizer, chat_text
+from kvjax.prompts import Tokenizer
 
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 

@@ -4,7 +4,7 @@ B batch, T tokens of this call, N query heads, K KV heads, S slots, D head dim.
 """
 
 import abc
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention import Asked
 from kvjax.packing import pack
+from kvjax.policies.settings import check_settings
 from kvjax.rope import Rotation, rotate_one
 from kvjax.state import (
     EMPTY,
@@ -44,6 +45,15 @@ class Policy(abc.ABC):
 
     #: Whether `compress` uses `Asked.log_sum_exp`; some attention kernels do not give it out.
     needs_log_sum_exp: ClassVar[bool] = False
+
+    if not TYPE_CHECKING:  # Type checkers and editors know the settings from the dataclass.
+
+        def __new__(cls, *settings, **named):
+            """Checks that there are such settings, before the dataclass takes them."""
+            # None are given where a copy or a pickle is made.
+            if settings or named:
+                check_settings(cls, settings, named)
+            return super().__new__(cls)
 
     @abc.abstractmethod
     def kept_tokens(self, model: ModelSpec, lengths: range) -> list[tuple[int, ...]]:

@@ -122,8 +122,11 @@ class StreamingLLM(Policy):
         """See `Policy.free_slots`. A ring takes tokens for ever."""
 
     def is_bounded(self, prompt_length: int, max_positions: int) -> bool:
-        """See `Policy.is_bounded`."""
-        fits = prompt_length <= max_positions or self.prefill_mask == "streaming"
+        """See `Policy.is_bounded`. The ring itself may be larger than what the model was trained for."""
+        total = self.total
+        held = total if isinstance(total, int) else budget_tokens(total, prompt_length)
+        # A token sees the ring, and itself behind it.
+        fits = held < max_positions and (prompt_length <= max_positions or self.prefill_mask == "streaming")
         return self.positions == "cache" and fits
 
     @property

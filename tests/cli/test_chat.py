@@ -1,50 +1,14 @@
 """`kvjax generate --chat`: turns over one growing cache."""
 
-import contextlib
-
 import pytest
 
 import kvjax
-from kvjax.cli.conversation import Conversation
+from kvjax.cli import chat
+from kvjax.conversation import continued_ids
 
 pytestmark = pytest.mark.smollm2
 
 TURNS = ("My name is Ada.", "Say it in French.")
-
-
-@pytest.fixture
-def prompts(monkeypatch):
-    """Records the prompts and caches that `kvjax.generate` is given, and interrupts it."""
-
-    @contextlib.contextmanager
-    def recording():
-        given = []
-
-        def record(params, prompt, **settings):
-            given.append((prompt, settings["cache"]))
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(kvjax, "generate", record)
-            yield given
-
-    return recording
-
-
-def ignore(piece):
-    del piece
-
-
-def talk(smollm2, *, tokenizer=None, notes=None, **settings):
-    loaded = smollm2 if tokenizer is None else smollm2._replace(tokenizer=tokenizer)
-    return Conversation(
-        loaded,
-        policy=kvjax.Full(),
-        system=None,
-        raw=False,
-        settings={"max_new_tokens": 16, **settings},
-        note=(notes if notes is not None else []).append,
-    )
 
 
 def fresh_answers(smollm2):
@@ -74,69 +38,58 @@ def test_a_prompt_is_the_first_turn_and_the_chat_ends_with_stdin(generate, smoll
     assert result.out == "".join(f"{text}\n" for text in fresh_answers(smollm2))
 
 
-def test_later_turns_read_only_what_is_new(smollm2):
-    notes = []
-    conversation = talk(smollm2, notes=notes)
-    first = conversation.answer(TURNS[0], show=ignore)
-    second = conversation.answer(TURNS[1], show=ignore)
-    seen = int(first.result.cache.next_position[0])
-    added = second.result.stats.prompt_tokens[0]
-    assert added < seen
-    assert int(second.result.cache.next_position[0]) == seen + added + int(second.result.lengths[0])
-    assert notes == []
+def test_the_tokens_of_a_chat_are_those_of_one_rendering(smollm2):
+    talk = kvjax.Chat(smollm2.params, smollm2.tokenizer, max_new_tokens=16)
+    answers = [talk.say(text) for text in TURNS]
+    assert [answer.text for answer in answers] == fresh_answers(smollm2)
+    seen, last = talk.tokens, int(answers[1].lengths[0])
+    whole = smollm2.tokenizer.apply_chat_template(talk.messages[:-1])
+    assert seen[: len(seen) - last].tolist() == smollm2.tokenizer.encode(whole, add_special_tokens=False)
+    # And of a third turn, whether the answer before it ended by itself or not.
+    third = {"role": "user", "content": "Thanks!"}
+    (end,) = smollm2.tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    whole = smollm2.tokenizer.apply_chat_template([*talk.messages, third])
+    ids = smollm2.tokenizer.encode(whole, add_special_tokens=False)
+    stopped = continued_ids([third], smollm2.tokenizer, last_token=end)
+    unstopped = continued_ids([third], smollm2.tokenizer, last_token=int(seen[-1]))
+    assert unstopped.tolist() == [end, *stopped.tolist()] or int(seen[-1]) == end
+    assert ids[-len(stopped) :] == stopped.tolist()
+    assert ids[-len(stopped) - 1] == end
 
 
-def test_a_stop_string_does_not_break_the_cache(smollm2, prompts):
-    notes = []
-    conversation = talk(smollm2, notes=notes, stop_strings=("Ada",))
-    first = conversation.answer(TURNS[0], show=ignore)
-    assert first.result.finish_reasons == ["stop"]
-    with prompts() as given, pytest.raises(KeyboardInterrupt):
-        conversation.answer(TURNS[1], show=ignore)
-    ((_, cache),) = given
-    assert cache is first.result.cache
-    assert notes == []
+def test_an_interrupted_turn_is_forgotten(small, run, monkeypatch):
+    """And the next one is answered as if it had not been."""
+    del small
+    say, turns = kvjax.Chat.say, []
+
+    def interrupted_once(talk, text, *, callback):
+        turns.append((text, talk.messages))
+
+        def interrupt(new):
+            if text == TURNS[0]:
+                raise KeyboardInterrupt
+            callback(new)
+
+        return say(talk, text, callback=interrupt)
+
+    monkeypatch.setattr(kvjax.Chat, "say", interrupted_once)
+    options = ("--chat", "--max-new-tokens", "4")
+    # What is piped ends with the interrupt; at a terminal the chat goes on.
+    assert run("generate", *options, stdin=TURNS[0].encode()).code == 130
+    lines = iter(TURNS)
+    monkeypatch.setattr(chat, "_turns", lambda: lines)
+    monkeypatch.setattr(chat, "_at_terminal", lambda: True)
+    result = run("generate", *options)
+    assert result.code == 0
+    assert "kvjax: stopped, and this turn forgotten; Ctrl-C again or Ctrl-D leaves\n" in result.err
+    assert turns[1:] == [(TURNS[0], []), (TURNS[1], [])]
 
 
-def test_a_template_that_rewrites_earlier_turns_starts_anew(smollm2):
-    class Forgetful(type(smollm2.tokenizer)):
-        """Leaves out all turns but the newest."""
-
-        def apply_chat_template(self, messages, add_generation_prompt=True):
-            return super().apply_chat_template(messages[-1:], add_generation_prompt)
-
-    known = smollm2.tokenizer
-    tokenizer = Forgetful(known.backend, chat_template=known.chat_template, eos_token=known.eos_token)
-    notes = []
-    conversation = talk(smollm2, tokenizer=tokenizer, notes=notes)
-    conversation.answer(TURNS[0], show=ignore)
-    again = conversation.answer(TURNS[1], show=ignore)
-    assert notes == ["the chat template has rewritten earlier turns: reading the whole conversation anew"]
-    alone = kvjax.generate(smollm2.params, [{"role": "user", "content": TURNS[1]}], tokenizer=known, max_new_tokens=16)
-    assert again.result.texts == alone.texts
-
-
-def test_an_interrupted_answer_is_remembered_as_far_as_it_came(smollm2, prompts):
-    conversation = talk(smollm2)
-    shown = []
-
-    def interrupt(piece):
-        shown.append(piece)
-        if len(shown) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        conversation.answer(TURNS[0], show=interrupt)
-    with prompts() as given, pytest.raises(KeyboardInterrupt):
-        conversation.answer(TURNS[1], show=ignore)
-    said = smollm2.tokenizer.apply_chat_template(
-        [
-            {"role": "user", "content": TURNS[0]},
-            {"role": "assistant", "content": "".join(shown)},
-            {"role": "user", "content": TURNS[1]},
-        ]
-    )
-    assert given == [(smollm2.tokenizer.encode(said, add_special_tokens=False), None)]
+def test_a_ring_that_is_not_full_is_told_to_be_of_fixed_size(small, run):
+    del small
+    argv = ("generate", "Hi.", "--max-new-tokens", "4", "--policy", "streaming-llm", "--budget")
+    assert ", of fixed size; a full one would have " in run(*argv, "300").err
+    assert " full (" in run(*argv, "16").err
 
 
 def cache_size(line):

@@ -41,6 +41,7 @@ WRONG_BEFORE_LOADING = {
     ("x", "--top-k", "0"): "`--top-k` must be ",
     ("x", "--top-p", "2"): "`--top-p` must be over 0 and at most 1, got 2.0.",
     ("x", "--min-p", "0"): "`--min-p` must be over 0 and at most 1, got 0.0.",
+    ("x", "--stop", ""): "`--stop` must not be empty.",
     ("x", "--max-new-tokens", "0"): "`--max-new-tokens` must be at least 1, got 0.",
     ("x", "--max-new-tokens", "some"): "argument --max-new-tokens: invalid int value: 'some'",
     ("x", "--dtype", "int8"): "argument --dtype: invalid choice: 'int8'",
@@ -89,7 +90,6 @@ def test_a_checkpoint_without_tokenizer_is_one_sentence(run, parity):
 def test_what_only_the_model_can_tell_is_one_sentence(generate):
     fraction = ("--policy", "snapkv", "--budget", "0.25")
     assert_wrong(generate("x", *fraction), "`--budget` = 0.25 of the 31 tokens of row 0 is 7 tokens")
-    assert_wrong(generate("x", "--stop", ""), "`--stop` must not be empty.")
     assert_wrong(generate("--needle", "5"), "`--needle` must leave room for needle and question")
     assert_wrong(generate("--needle", "500", "--depth", "2"), "`--depth` must be from 0 to 1, got 2.0.")
 

@@ -56,6 +56,8 @@ def test_streams_the_text_that_json_reports(generate):
 
 
 def test_the_last_line_on_stderr_tells_times_and_bytes(generate):
+    # Once it is compiled.
+    generate(QUESTION, *SHORT)
     prefill, first, speed, cache = generate(QUESTION, *SHORT).err.strip().split(" · ")
     assert (prefill.split()[0], first.split()[:2], speed.split()[1]) == ("prefill", ["first", "token"], "tokens/s")
     assert cache.startswith("cache ")
