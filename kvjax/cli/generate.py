@@ -95,6 +95,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.max_new_tokens is None:
         # A needle's answer is short, and room for more would hide how small the cache is.
         args.max_new_tokens = 256 if args.needle is None or args.chat else 32
+    if "" in args.stop:
+        raise ValueError("`stop_strings` must not be empty.")
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
     return {
         **dataclasses.asdict(sampling),
