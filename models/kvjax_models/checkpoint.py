@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from kvjax.extras import extra
+from kvjax.files import new_folder
 from kvjax_models.config import LlamaConfig
 from kvjax_models.hugging_face_config import config_to_hugging_face
 from kvjax_models.llama import Llama
@@ -21,7 +22,7 @@ WEIGHTS_FOLDER = "orbax"
 
 
 def save_checkpoint(path: pathlib.Path, model: Llama, tokenizer: Tokenizer | None) -> None:
-    """Writes a checkpoint that `load` reads.
+    """Writes a checkpoint that `load` reads, whole or not at all.
 
     Raises:
         FileExistsError: `path` holds something already.
@@ -30,11 +31,12 @@ def save_checkpoint(path: pathlib.Path, model: Llama, tokenizer: Tokenizer | Non
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"`path` must be a new or empty folder, got {path}, which holds something.")
     config = json.dumps(config_to_hugging_face(model.config), indent=2)
-    with _checkpointer() as checkpointer:
-        checkpointer.save(path / WEIGHTS_FOLDER, {_key(p): array for p, array in parameters(model).items()})
-    (path / "config.json").write_text(config, encoding="utf-8")
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, path)
+    with new_folder(path, argument="path") as part:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(part / WEIGHTS_FOLDER, {_key(p): array for p, array in parameters(model).items()})
+        (part / "config.json").write_text(config, encoding="utf-8")
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, part)
 
 
 def load_checkpoint(path: pathlib.Path, config: LlamaConfig, dtype: DTypeLike | None) -> Llama:
