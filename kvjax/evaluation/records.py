@@ -98,7 +98,8 @@ class Folder:
 def read_records(path: str | pathlib.Path) -> list[Record]:
     """The records of a run's folder, whole or not.
 
-    Lines that are no records, as a kill, a full disk or a power loss leaves them, are left out with a warning.
+    Half a line, as a kill or a full disk leaves it, is left out; so are other lines that are no records, such as a
+    power loss leaves, with a warning that counts them.
 
     Raises:
         ValueError: there are no results, or they cannot be read.
@@ -116,7 +117,9 @@ def _read(file: pathlib.Path) -> list[Record]:
         try:
             records.append(_record(line, f"{file}, line {number}"))
         except ValueError as error:
-            damaged.append(str(error))
+            # Half a line is what every kill may leave, and is no damage.
+            if not line.startswith(b"{") or line.endswith(b"}"):
+                damaged.append(str(error))
     if damaged:
         warnings.warn(
             f"{file}: {len(damaged)} of {len(lines)} lines are no records and are left out, the first because: "

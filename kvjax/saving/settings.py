@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import policies
+import kvjax.policies as kinds
 from kvjax.allocation import Adaptive, Pyramid, Uniform
 from kvjax.head_pattern import HeadPattern
 from kvjax.policies import Policy
@@ -16,7 +16,7 @@ from kvjax.rope import Rotation
 #: What a file may name to be made anew. Nothing else is ever looked up because a file names it.
 _KNOWN: Mapping[str, type] = {
     f"kvjax.{kind.__name__}": kind
-    for kind in (*map(vars(policies).get, policies.__all__), Uniform, Pyramid, Adaptive, HeadPattern)
+    for kind in (*map(vars(kinds).get, kinds.__all__), Uniform, Pyramid, Adaptive, HeadPattern)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
 _NAMES = {kind: name for name, kind in _KNOWN.items()}

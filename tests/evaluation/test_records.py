@@ -59,14 +59,14 @@ def test_what_a_kill_or_a_power_loss_leaves_is_left_out_counted_and_never_edited
     damage += [line.replace(b'"length": 200', b'"length": ' + b"9" * 5000), b"\0\0" + line, b'{"policy": "sna']
     file.write_bytes(line + b"".join(damage))
     before = file.read_bytes()
-    with pytest.warns(DamagedRecordsWarning, match=rf"{file}: 10 of 12 lines are no records .* line 2"):
+    with pytest.warns(DamagedRecordsWarning, match=rf"{file}: 8 of 12 lines are no records .* line 3"):
         resumed = Folder(folder.path, ABOUT)
     assert sorted(resumed.records.values()) == [record(0)]
     assert file.read_bytes() == before
     resumed.add([record(1)])
     resumed.add([record(2)])
     assert file.read_bytes().startswith(before + b"\n{")
-    with pytest.warns(DamagedRecordsWarning, match="10 of 14"):
+    with pytest.warns(DamagedRecordsWarning, match="8 of 14"):
         assert again(folder) == [record(0), record(1), record(2)]
 
 
@@ -97,8 +97,7 @@ def test_a_full_disk_loses_nothing_that_was_whole_and_the_run_goes_on(folder):
     assert file.read_bytes()[: len(before)] == before
     assert json.loads((folder.path / MANIFEST).read_text())["finished"] is False
     folder.add([record(7)])
-    with pytest.warns(DamagedRecordsWarning, match="1 of 7"):
-        assert [r.sample for r in again(folder)] == [0, 1, 2, 3, 4, 7]
+    assert [r.sample for r in again(folder)] == [0, 1, 2, 3, 4, 7]
 
 
 def test_a_first_manifest_that_failed_lets_the_same_command_go_on(tmp_path, monkeypatch):
