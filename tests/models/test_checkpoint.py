@@ -69,6 +69,7 @@ def test_saving_over_something_is_refused(saved, parity):
         kvjax_models.save(saved, kvjax_models.load(parity / "tiny_seed0"))
 
 
+@pytest.mark.usefixtures("no_shape_checks")
 def test_a_failed_save_leaves_nothing(parity, tmp_path, monkeypatch):
     def full(tokenizer, path):
         raise OSError(28, "No space left on device")
