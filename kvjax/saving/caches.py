@@ -12,7 +12,7 @@ from kvjax.model import Model, check_model
 from kvjax.policies.base import Policy
 from kvjax.prompts import check_policy
 from kvjax.saving.arrays import read_arrays, write_arrays
-from kvjax.saving.description import FORMAT, SIZES, Description, digest_of, read_description
+from kvjax.saving.description import FORMAT, LAYER_FIELDS, SIZES, Description, digest_of, read_description
 from kvjax.saving.model_digest import model_digest
 from kvjax.saving.settings import as_data, policy_from_data, rotation_data, same_rotation, shown
 from kvjax.state import EMPTY, Cache, LayerSpec, LayerState, ModelSpec, for_platform, whole_rows
@@ -46,12 +46,11 @@ def save_cache(path: str | pathlib.Path, cache: Cache, params: Model) -> None:
         "format": FORMAT,
         "model": {**_model_data(model.spec), "weights": model_digest(model)},
         "policy": as_data(cache.policy, what="`policy`"),
-        "room": cache.room,
+        "room": int(cache.room),
         "rows": cache.next_position.shape[0],
         "dtype": cache.specs[0].dtype,
         "layers": [
-            {"kept": spec.kept, "slots": spec.slots, "max_length": spec.max_length, "shared": spec.shared}
-            for spec in cache.specs
+            {name: as_data(getattr(spec, name), what=f"`{name}`") for name in LAYER_FIELDS} for spec in cache.specs
         ],
     }
     with new_folder(path, argument="path") as folder:
@@ -113,7 +112,7 @@ def _policy(data: Any, asked: Policy | None, file: pathlib.Path) -> Policy:
 
 def _model_data(spec: ModelSpec) -> dict[str, Any]:
     """What a cache's meaning depends on; its stop tokens and trained positions are not among it."""
-    sizes = {name: getattr(spec, name) for name in SIZES}
+    sizes = {name: int(getattr(spec, name)) for name in SIZES}
     return {**sizes, "dtype": spec.dtype, "rope": rotation_data(spec.rope, head_dim=spec.head_dim)}
 
 

@@ -14,6 +14,8 @@ from kvjax.saving.arrays import StoredArray
 FORMAT = 1
 #: What must be the same in the model that a cache is restored for, beside its rotation and its weights.
 SIZES = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "vocab_size")
+#: What is written of each layer's `LayerSpec`.
+LAYER_FIELDS = ("kept", "slots", "max_length", "shared")
 #: Largest description in bytes: a model of 1,000 layers of 100 KV heads takes a fifth of it.
 _LIMIT = 8 * 1024 * 1024
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -91,7 +93,7 @@ def _list_of_fields(fields: Fields, name: str, *, count: int | None = None) -> l
 
 
 def _layer(fields: Fields, heads: int) -> dict[str, Any]:
-    _check_names(fields, ("kept", "slots", "max_length", "shared"))
+    _check_names(fields, LAYER_FIELDS)
     kept, slots = tuple(fields.integers("kept", at_least=1)), tuple(fields.integers("slots", at_least=1))
     for name, counts in (("kept", kept), ("slots", slots)):
         if len(counts) != heads:

@@ -69,9 +69,16 @@ def test_rejects_another_policy(tiny, saved):
 
 
 @pytest.mark.usefixtures("no_shape_checks")
-def test_numbers_of_numpy_are_the_same_settings(tiny, saved):
+def test_numbers_of_numpy_are_the_same_settings(tiny, saved, h2o_cache, tmp_path):
+    cache = h2o_cache
     policy = kvjax.H2O(budget=16, sinks=np.int64(4))  # pyright: ignore[reportArgumentType]
     assert kvjax.restore_cache(saved, tiny, policy=policy).policy == POLICIES["h2o"]
+    # A setting of NumPy's goes into the shapes, too.
+    odd = dataclasses.replace(cache.specs[0], kept=tuple(map(np.int64, cache.specs[0].kept)))
+    specs = (odd, *cache.specs[1:])
+    again = kvjax.Cache(cache.layers, cache.next_position, policy=policy, specs=specs, room=4)
+    kvjax.save_cache(tmp_path / "again", again, tiny)
+    assert jax.tree.structure(kvjax.restore_cache(tmp_path / "again", tiny)) == jax.tree.structure(cache)
 
 
 def test_rejects_another_model(tiny, saved, parity):
