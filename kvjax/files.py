@@ -8,7 +8,8 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 #: Largest text file that is read whole, in bytes: the tokenizers of 260,000 tokens take 35 MB.
@@ -164,6 +165,45 @@ def write_json(file: str | pathlib.Path, value: Any) -> None:
     write_text(file, json.dumps(value, indent=1) + "\n")
 
 
+#: A folder within another, with files that are all whole and on their way there.
+_ARRIVING = ".arriving"
+
+
+def write_together(folder: str | pathlib.Path, texts: Mapping[str, str]) -> None:
+    """Writes several UTF-8 files of a folder, all or none: `newest_file` finds the older ones or all of the new ones.
+
+    They are written into a folder within, which gets its name once they are whole; from there they move, each as
+    soon as it can. What a kill has left there moves when files are written the next time.
+
+    Args:
+        folder: where the files go; made where it is missing.
+        texts: by name.
+    """
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _arrive(folder)
+    with new_folder(folder / _ARRIVING, argument="folder") as part:
+        for name, text in texts.items():
+            write_text(part / name, text)
+    _arrive(folder)
+
+
+def newest_file(folder: str | pathlib.Path, name: str) -> pathlib.Path:
+    """Where the newest whole version of a file lies that `write_together` wrote; it may be missing."""
+    arriving = pathlib.Path(folder) / _ARRIVING / name
+    return arriving if arriving.exists() else pathlib.Path(folder) / name
+
+
+def _arrive(folder: pathlib.Path) -> None:
+    arriving = folder / _ARRIVING
+    if not arriving.is_dir():
+        return
+    for file in arriving.iterdir():
+        file.replace(folder / file.name)
+    arriving.rmdir()
+    flush_folder(folder)
+
+
 @contextlib.contextmanager
 def new_folder(path: str | pathlib.Path, *, argument: str) -> Iterator[pathlib.Path]:
     """A folder beside `path` to be filled, which becomes `path` when the block ends, and goes when it fails.
@@ -196,6 +236,52 @@ def check_free(path: str | pathlib.Path, *, argument: str) -> None:
     path = pathlib.Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"`{argument}` must be a new or empty folder, got {path}, which holds something.")
+
+
+def is_free(path: pathlib.Path) -> bool:
+    """Whether `path` is missing, or a folder that holds nothing but what a kill has left of files half written."""
+    if not path.exists():
+        return True
+    return path.is_dir() and all(file.name.startswith(".") and file.suffix == ".part" for file in path.iterdir())
+
+
+def check_writable(path: str | pathlib.Path, *, argument: str) -> None:
+    """Raises a ValueError unless a folder could be made at `path`, or holds files already and could take others.
+
+    Tried out, since permissions do not tell of read-only or full disks; what is tried is gone at once.
+    """
+    path = pathlib.Path(path).absolute()
+    try:
+        place = next(folder for folder in (path, *path.parents) if folder.exists())
+        with tempfile.TemporaryDirectory(dir=place, prefix=".kvjax.", suffix=".part"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"`{argument}` must be a folder that can be written, and {path} is not: {reason}.") from error
+
+
+def append_lines(file: pathlib.Path, lines: Sequence[str]) -> None:
+    """Appends lines, and has them reach the disk; nothing that is there is changed.
+
+    Lines begin anew even where a kill or a full disk has left half a line.
+
+    Raises:
+        OSError: they cannot be written, at least not all; names the file.
+    """
+    new = not file.exists()
+    try:
+        with file.open("ab+", buffering=0) as stream:
+            content = "".join(f"{line}\n" for line in lines).encode("utf-8")
+            if stream.seek(0, os.SEEK_END):
+                stream.seek(-1, os.SEEK_END)
+                content = content if stream.read(1) == b"\n" else b"\n" + content
+            while content:
+                content = content[stream.write(content) :]
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
+    if new:
+        flush_folder(file.parent)
 
 
 def flush_folder(folder: pathlib.Path) -> None:

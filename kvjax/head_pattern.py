@@ -1,6 +1,7 @@
 """Which heads retrieve: DuoAttention's patterns, in the format that they are published in."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -8,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.fields import Fields
+from kvjax.files import newest_file, read_json, read_text, reading, write_together
+
 _SCORES, _CONFIG = "full_attention_heads.tsv", "config.json"
+#: How the fields of config.json are called here.
+_SIZES = {"sinks": "sink_size", "recent": "recent_size"}
+_LIMIT = 16 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +31,12 @@ class HeadPattern:
     scores: tuple[tuple[float, ...], ...]
     sinks: int | None = None
     recent: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent"):
+            size = getattr(self, name)
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0):
+                raise ValueError(f"`{name}` must be an integer that is not negative, or None, got {size!r}.")
 
     @classmethod
     def of(cls, scores: Sequence[Sequence[float]] | np.ndarray, **settings: int | None) -> "HeadPattern":
@@ -48,33 +61,37 @@ class HeadPattern:
         """Reads `full_attention_heads.tsv`, and `config.json` where there is one; values are clipped to [0, 1].
 
         Raises:
-            ValueError: no such file, a line that is not numbers, or a configuration that cannot be read.
+            ValueError: no such file, a line that is not numbers, or a configuration that cannot be read; names the
+                file.
         """
         folder = pathlib.Path(folder)
-        file = folder / _SCORES
-        if not file.is_file():
+        file = newest_file(folder, _SCORES)
+        if not file.exists():
             raise ValueError(f"a head pattern is a folder with {_SCORES}, got {folder}.")
-        rows = []
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append([float(cell) for cell in line.split()])
-            except ValueError:
-                raise ValueError(f"{file}, line {number}, must be numbers between tabs, got {line!r}.") from None
+        # Orders of magnitude more than the heads of any model.
+        lines = read_text(file, limit=_LIMIT).splitlines()
+        rows = [_numbers(line, f"{file}, line {number},") for number, line in enumerate(lines, 1) if line.strip()]
         if not rows or len({len(row) for row in rows}) != 1:
             raise ValueError(f"{file} must have as many numbers in every line.")
-        config = _read_config(folder / _CONFIG) if (folder / _CONFIG).is_file() else {}
-        return cls.of(rows, sinks=config.get("sink_size"), recent=config.get("recent_size"))
+        config = newest_file(folder, _CONFIG)
+        sizes = _read_sizes(config) if config.exists() else {}
+        with reading(file, what="a head pattern"):
+            return cls.of(rows, **sizes)
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Writes the pattern so that the authors' code and `load` can read it."""
-        folder = pathlib.Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        """Writes the pattern so that the authors' code and `load` can read it.
+
+        An older pattern there stays whole until this one is.
+        """
+        write_together(folder, self.files)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """What `save` writes, by the names of the files."""
         lines = ["\t".join(repr(score) for score in row) for row in self.scores]
-        (folder / _SCORES).write_text("\n".join(lines) + "\n")
         config = {"sink_size": self.sinks, "recent_size": self.recent}
-        (folder / _CONFIG).write_text(json.dumps({k: v for k, v in config.items() if v is not None}, indent=1) + "\n")
+        known = {name: size for name, size in config.items() if size is not None}
+        return {_SCORES: "\n".join(lines) + "\n", _CONFIG: json.dumps(known, indent=1) + "\n"}
 
     def streaming_heads(
         self, *, sparsity: float | None = None, threshold: float | None = None
@@ -90,27 +107,41 @@ class HeadPattern:
         """
         if (sparsity is None) == (threshold is None):
             raise ValueError(f"one of `sparsity` and `threshold` must be given, got {sparsity} and {threshold}.")
-        scores = np.asarray(self.scores)
         for name, value in (("sparsity", sparsity), ("threshold", threshold)):
             if value is not None and not 0.0 <= value <= 1.0:
                 raise ValueError(f"`{name}` must be from 0 to 1, got {value}.")
-        if sparsity is None:
-            streaming = scores < threshold
-        else:
-            order = np.argsort(scores, axis=None, kind="stable")
-            streaming = np.zeros(scores.size, bool)
-            streaming[order[: round(sparsity * scores.size)]] = True
-            streaming = streaming.reshape(scores.shape)
-        return tuple(tuple(map(bool, row)) for row in streaming)
+        return _streaming(self.scores, sparsity, threshold)
 
 
-def _read_config(file: pathlib.Path) -> dict[str, Any]:
+# Asked for anew for every layer.
+@functools.lru_cache(maxsize=64)
+def _streaming(
+    scores: tuple[tuple[float, ...], ...], sparsity: float | None, threshold: float | None
+) -> tuple[tuple[bool, ...], ...]:
+    array = np.asarray(scores)
+    if sparsity is None:
+        streaming = array < threshold
+    else:
+        order = np.argsort(array, axis=None, kind="stable")
+        streaming = np.zeros(array.size, bool)
+        streaming[order[: round(sparsity * array.size)]] = True
+        streaming = streaming.reshape(array.shape)
+    return tuple(tuple(map(bool, row)) for row in streaming)
+
+
+def _numbers(line: str, source: str) -> list[float]:
     try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError:
-        config = None
-    if not isinstance(config, dict) or not all(
-        config.get(size) is None or type(config[size]) is int for size in ("sink_size", "recent_size")
-    ):
-        raise ValueError(f"{file} must be a JSON object whose `sink_size` and `recent_size` are whole numbers.")
-    return config
+        return [float(cell) for cell in line.split()]
+    except ValueError:
+        shown = line if len(line) <= 100 else f"{line[:97]}..."
+        raise ValueError(f"{source} must be numbers between tabs, got {shown!r}.") from None
+
+
+def _read_sizes(file: pathlib.Path) -> dict[str, int | None]:
+    try:
+        config = Fields(read_json(file, limit=_LIMIT), source=file)
+        return {name: config.integer(field, None) for name, field in _SIZES.items()}
+    except ValueError as error:
+        raise ValueError(
+            f"{file} must be a JSON object whose `sink_size` and `recent_size` are whole numbers ({error})"
+        ) from error

@@ -4,16 +4,22 @@ import os
 import pathlib
 import sys
 
+from kvjax.files import check_writable
+
 
 def use_compilation_cache() -> None:
     """Switches JAX's persistent compilation cache on; what the user has set for it stays."""
     import jax
 
-    folder = cache_folder() / "xla"
+    try:
+        folder = cache_folder() / "xla"
+    except RuntimeError:
+        return  # The user has no home.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
+            check_writable(folder, argument="XDG_CACHE_HOME")
+        except (OSError, ValueError):
             return  # A cache that cannot be written only costs time.
     settings = {
         "jax_compilation_cache_dir": str(folder),
@@ -28,7 +34,8 @@ def use_compilation_cache() -> None:
 
 def cache_folder() -> pathlib.Path:
     """Kvjax's folder among the user's caches."""
-    if "XDG_CACHE_HOME" in os.environ:
+    # The specification has others passed over: they would lie wherever the command is run.
+    if os.path.isabs(os.environ.get("XDG_CACHE_HOME", "")):
         root = pathlib.Path(os.environ["XDG_CACHE_HOME"])
     elif sys.platform == "win32" and "LOCALAPPDATA" in os.environ:
         root = pathlib.Path(os.environ["LOCALAPPDATA"])

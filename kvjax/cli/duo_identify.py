@@ -5,10 +5,12 @@ import dataclasses
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+from kvjax.allocation import check_count
 from kvjax.cli.errors import UserError
 from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.interrupt import abandons_work_after_ctrl_c
-from kvjax.cli.loading import load_model, model_name
+from kvjax.cli.loading import load_model, model_name, model_source
+from kvjax.cli.planned_model import read_config
 from kvjax.cli.progress import Lines, note
 
 if TYPE_CHECKING:
@@ -84,9 +86,15 @@ def add_subcommand(subcommands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `kvjax duo identify`."""
     from kvjax.duo import Recipe, identify
+    from kvjax.duo.job import check_recipe, orbax_checkpoint
 
     recipe = Recipe(**{name: getattr(args, name) for name in _SETTINGS})
+    check_count("checkpoint_every", args.checkpoint_every, at_least=1, unit="step")
     haystack = None if args.haystack is None else _text(args.haystack)
+    check_recipe(args.out / "job", recipe)
+    recipe.optimizer()
+    orbax_checkpoint()
+    recipe.check_positions(read_config(model_source(args.model)).max_position_embeddings)
     loaded = load_model(args.model, dtype=args.dtype)
     if loaded.tokenizer is None:
         raise UserError(f"{model_name(args.model)} has no tokenizer, and prompts are made of text.")
@@ -114,9 +122,12 @@ def _defaults() -> dict[str, Any]:
 
 def _text(file: pathlib.Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"--haystack must be a text in UTF-8, and {file} is not ({error}).") from error
+    if not text.strip():
+        raise UserError(f"--haystack must be a text of words, and {file} has none.")
+    return text
 
 
 def _mesh(batch_size: int) -> Any:

@@ -1,7 +1,6 @@
 """`kvjax duo show`: a head pattern as text and as a picture."""
 
 import argparse
-import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -10,11 +9,12 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from kvjax.cli.errors import UserError
 from kvjax.cli.help_texts import EXAMPLES, Formatter
+from kvjax.cli.pictures import PICTURES, check_picture
+from kvjax.fields import Fields
+from kvjax.files import newest_file, read_json
 from kvjax.pattern_plots import head_pattern_map
 
-_PICTURES = (".png", ".svg", ".pdf")
 _SPARSITIES = (0.25, 0.5, 0.75)
 _BAR = " ▁▂▃▄▅▆▇█"
 
@@ -32,17 +32,18 @@ def add_subcommand(subcommands: Any) -> None:
     )
     parser.add_argument("pattern", type=pathlib.Path, metavar="DIR", help="The pattern's folder.")
     parser.add_argument(
-        "--out", type=pathlib.Path, metavar="PATH", help=f"Where a picture goes: {', '.join(_PICTURES)}."
+        "--out", type=pathlib.Path, metavar="PATH", help=f"Where a picture goes: {', '.join(PICTURES)}."
     )
-    parser.set_defaults(run=run, spellings={})
+    parser.set_defaults(run=run, spellings={"out": "--out"})
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs `kvjax duo show`."""
-    if args.out is not None and args.out.suffix.lower() not in _PICTURES:
-        raise UserError(f"--out must end in {', '.join(_PICTURES)}, got {str(args.out)!r}.")
+    if args.out is not None:
+        check_picture(args.out)
     pattern = kvjax.HeadPattern.load(args.pattern)
-    print("\n".join([*_heads(pattern), "", *_cuts(pattern), *_training(args.pattern / "training.json")]))
+    training = _training(newest_file(args.pattern, "training.json"))
+    print("\n".join([*_heads(pattern), "", *_cuts(pattern), *training]))
     if args.out is not None:
         head_pattern_map(pattern, title=f"Which heads retrieve: {args.pattern.name}").savefig(args.out)
         print(f"kvjax: wrote {args.out}", file=sys.stderr, flush=True)
@@ -71,11 +72,8 @@ def _cuts(pattern: kvjax.HeadPattern) -> Iterator[str]:
 
 def _training(file: pathlib.Path) -> Iterator[str]:
     """What `kvjax duo identify` noted of the training, where it did."""
-    if not file.is_file():
+    if not file.exists():
         return
-    try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-        recipe = ", ".join(f"{name} {value}" for name, value in about["recipe"].items())
-        yield f"learned in {about['seconds']:.0f} s: {recipe}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not what `kvjax duo identify` writes ({error!r}).") from error
+    about = Fields(read_json(file), source=f"{file} is not what `kvjax duo identify` writes")
+    recipe = ", ".join(f"{name} {value}" for name, value in about.nested("recipe").values.items())
+    yield f"learned in {about.number('seconds', at_least=0.0):.0f} s: {recipe}"

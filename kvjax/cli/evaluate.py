@@ -7,6 +7,8 @@ import pathlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvjax.cli.errors import UserError
 from kvjax.cli.evaluated_policies import policies_by_name
 from kvjax.cli.help_texts import EXAMPLES, Formatter
@@ -19,6 +21,7 @@ from kvjax.cli.progress import Lines, note
 
 if TYPE_CHECKING:
     import kvjax.evaluation
+    import kvjax_models
 
 _POLICIES = ("streaming-llm", "h2o", "snapkv", "pyramidkv", "duo")
 _BUDGETS = (512, 256, 128)
@@ -109,10 +112,10 @@ def run(args: argparse.Namespace) -> int:
         text=None if args.text is None else _text(args.text),
     )
     name = model_name(args.model)
-    check_folder(args.out, described(experiment, model=name))
     if not args.no_plots:
         plots.check_installed()
-    experiment.check_positions(read_config(model_source(args.model)).max_position_embeddings)
+    _check_model(experiment, read_config(model_source(args.model)), args.dtype)
+    check_folder(args.out, described(experiment, model=name))
     loaded = load_model(args.model, dtype=args.dtype)
     if loaded.tokenizer is None:
         raise UserError(f"{name} has no tokenizer, and tasks are made of text.")
@@ -133,6 +136,18 @@ def run(args: argparse.Namespace) -> int:
             note(f"wrote {file}")
     note(f"wrote {args.out}")
     return 0
+
+
+def _check_model(experiment: "kvjax.evaluation.Experiment", config: "kvjax_models.LlamaConfig", dtype: Any) -> None:
+    """Raises a ValueError for what a model's configuration tells: prompts too long, or policies that it cannot have."""
+    from kvjax_models import model_spec
+
+    experiment.check_positions(config.max_position_embeddings)
+    model = model_spec(config, dtype or "float32")
+    for contender in experiment.contenders:
+        for length in experiment.lengths:
+            # Texts are shorter than the prompts that they are in, so this is the least that is asked.
+            contender.policy(model, length).check_lengths(np.asarray([length]))
 
 
 def _defaults() -> dict[str, Any]:

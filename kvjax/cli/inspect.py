@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import kvjax
+from kvjax.allocation import check_count
 from kvjax.cli.conversation import prompt_ids, takes_plain_text
 from kvjax.cli.errors import UserError
 from kvjax.cli.findings import Findings, json_findings, text_findings
@@ -13,17 +14,17 @@ from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.interrupt import abandons_work_after_ctrl_c
 from kvjax.cli.loading import load_model, model_name
 from kvjax.cli.options import SPELLINGS, add_model_arguments, add_policy_arguments
+from kvjax.cli.pictures import PICTURES, check_picture
 from kvjax.cli.policies import make_policy
 from kvjax.cli.progress import activity
 from kvjax.cli.prompt_source import add_prompt_arguments, check_sources, hide_needle, prompt_text
 from kvjax.cli.retention import span_with
 from kvjax.inspection import attention_mass, kept_mask, retention_table
-from kvjax.plots import check_installed, retention_map
+from kvjax.plots import retention_map
 
 if TYPE_CHECKING:
     import kvjax_models
 
-_PICTURES = (".png", ".svg", ".pdf")
 _QUERIES = 32
 
 
@@ -48,7 +49,7 @@ def add_subcommand(subcommands: Any) -> None:
         type=pathlib.Path,
         default=pathlib.Path("retention.png"),
         metavar="PATH",
-        help=f"Where the picture goes: {', '.join(_PICTURES)}. The default is retention.png.",
+        help=f"Where the picture goes: {', '.join(PICTURES)}. The default is retention.png.",
     )
     parser.add_argument(
         "--queries",
@@ -61,7 +62,7 @@ def add_subcommand(subcommands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="Prints one JSON object instead of the tables.")
     add_model_arguments(parser)
     add_policy_arguments(parser)
-    parser.set_defaults(run=run, spellings=SPELLINGS)
+    parser.set_defaults(run=run, spellings={**SPELLINGS, "out": "--out"})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     check_sources(args)
     if args.raw and args.system is not None:
         raise UserError("--system needs the chat template that --raw leaves out; give one of them.")
-    _check_picture(args.out)
+    check_picture(args.out)
+    if args.queries is not None:
+        check_count("queries", args.queries, at_least=1)
     policy = make_policy(args.policy, budget=args.budget, settings=args.settings)
     prompt = prompt_text(args)
     loaded = load_model(args.model, dtype=args.dtype)
@@ -90,15 +93,6 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(text_findings(findings, every_token=args.all)))
     _note(f"wrote {args.out}")
     return 0
-
-
-def _check_picture(out: pathlib.Path) -> None:
-    """Raises what would come only after the work."""
-    if out.suffix.lower() not in _PICTURES:
-        raise UserError(f"--out must end in {', '.join(_PICTURES)}, got {str(out)!r}.")
-    if not out.parent.is_dir():
-        raise UserError(f"--out must lie in a folder that exists, and {out.parent} does not.")
-    check_installed()
 
 
 def _findings(

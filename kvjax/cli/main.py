@@ -70,7 +70,7 @@ def _warnings_on_one_line() -> Iterator[None]:
     show_others = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> None:
-        if issubclass(category, _WARNINGS):
+        if category.__module__.startswith("kvjax"):
             print(f"kvjax: warning: {message}", file=sys.stderr)
         else:
             show_others(message, category, *place, **line)

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import kvjax
+from kvjax.allocation import check_budget, check_count
 from kvjax.cli.errors import UserError
 from kvjax.cli.help_texts import EXAMPLES, Formatter
 from kvjax.cli.loading import prepare_jax
@@ -15,6 +16,7 @@ from kvjax.cli.plan_report import json_plan, text_plan
 from kvjax.cli.planned_model import read_config
 from kvjax.cli.policies import POLICIES, make_policy
 from kvjax.cli.progress import activity
+from kvjax.prompts import check_new_tokens
 
 if TYPE_CHECKING:
     from kvjax.memory import Accelerator
@@ -23,6 +25,8 @@ _DEVICE = "h100-80gb"
 _PLANNED = ("full", "streaming-llm", "h2o", "tova", "snapkv", "pyramidkv", "ada-kv", "duo")
 _FEWEST, _SHARE = 64, 8
 _GB = 1e9
+#: GB: what JAX itself holds is more, and no computer has its inverse.
+_FINEST = 1e-6
 
 
 def add_subcommand(subcommands: Any) -> None:
@@ -103,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
     from kvjax.memory import Deployment, plan, recommend
 
     accelerator = _accelerator(args)
+    _check(args)
     prepare_jax()
     with activity(f"Planning {args.model}"):
         from kvjax_models import model_size, model_spec
@@ -131,13 +136,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raises for what no model could have, before a configuration is read or fetched."""
+    check_count("context", args.context, at_least=1)
+    check_count("batch", args.batch, at_least=1, unit="row")
+    check_count("devices", args.devices, at_least=1, unit="device")
+    check_new_tokens(args.max_new_tokens)
+    if args.budget is not None:
+        check_budget(args.budget)
+    for name in args.policy or ():
+        if name not in POLICIES:
+            raise UserError(f"--policy must be one of {', '.join(POLICIES)}; got {name!r}.")
+    kvjax.DuoAttention(sparsity=args.sparsity)
+
+
 def _accelerator(args: argparse.Namespace) -> "Accelerator":
     from kvjax.memory import ACCELERATORS, Accelerator
 
     given = {"memory": args.memory, "bandwidth": args.bandwidth}
     for name, value in given.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name} must be a positive number of GB, got {value}.")
+        if value is not None and not _FINEST <= value <= 1 / _FINEST:
+            raise UserError(
+                f"--{name} must be a positive number of GB, from {_FINEST} to {1 / _FINEST:g}, got {value}."
+            )
     own: dict[str, Any] = {}
     if args.memory is not None:
         own["memory_bytes"] = round(args.memory * _GB)

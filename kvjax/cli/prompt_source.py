@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvjax.allocation import check_count
 from kvjax.cli.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ def check_sources(args: argparse.Namespace) -> None:
         raise UserError(f"give a prompt: PROMPT, - for stdin, --file PATH or --needle N{others}.")
     if args.depth is not None and args.needle is None:
         raise UserError("--depth is where --needle hides its number; give --needle N too.")
+    if args.depth is not None and not 0.0 <= args.depth <= 1.0:
+        raise ValueError(f"`depth` must be from 0 to 1, got {args.depth}.")
+    if args.needle is not None:
+        check_count("tokens", args.needle, at_least=1)
     if chat and args.prompt == "-":
         raise UserError("--chat reads its turns from stdin already; leave out the -.")
 

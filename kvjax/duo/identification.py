@@ -24,11 +24,15 @@ from kvjax.duo.distillation import LayeredModel, distillation
 from kvjax.duo.job import JobState, open_checkpoints
 from kvjax.duo.passkeys import Example, PasskeyPrompts
 from kvjax.duo.recipe import Recipe
+from kvjax.files import write_together
 from kvjax.head_pattern import HeadPattern
 from kvjax.model import check_model
 from kvjax.prompts import Tokenizer
 from kvjax.shipped_patterns import model_sizes
 from kvjax.state import ModelSpec
+
+#: The file beside a pattern that tells how it was learned.
+TRAINING = "training.json"
 
 
 class Progress(NamedTuple):
@@ -73,8 +77,10 @@ class Identification(NamedTuple):
     seconds: float
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Writes the pattern in the published format, and beside it `training.json`: how it was learned."""
-        self.pattern.save(folder)
+        """Writes the pattern in the published format, and beside it `training.json`: how it was learned.
+
+        All together: an older pattern there stays whole until this one is.
+        """
         # Single steps differ by their prompts.
         last = max(self.recipe.steps // 10, 1)
         about = {
@@ -86,8 +92,7 @@ class Identification(NamedTuple):
             f"mean_alpha_of_last_{last}_steps": round(float(self.regularisers[-last:].mean()), 6),
             "kvjax": __version__,
         }
-        file = pathlib.Path(folder) / "training.json"
-        file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        write_together(folder, self.pattern.files | {TRAINING: json.dumps(about, indent=1) + "\n"})
 
 
 def identify(
@@ -125,13 +130,9 @@ def identify(
         ImportError: Optax or Orbax is not installed.
     """
     recipe = Recipe() if recipe is None else recipe
-    check_count("checkpoint_every", checkpoint_every, at_least=1)
+    check_count("checkpoint_every", checkpoint_every, at_least=1, unit="step")
     model = _check_layered(params)
-    if recipe.max_length > model.spec.max_positions:
-        raise ValueError(
-            f"`max_length` must not be over the {model.spec.max_positions} tokens that the model can read, got "
-            f"{recipe.max_length}."
-        )
+    recipe.check_positions(model.spec.max_positions)
     prompts = PasskeyPrompts(tokenizer, haystack=haystack, passkeys=recipe.passkeys, size=recipe.passkey_size)
     prompts.example(recipe.min_length, np.random.default_rng(recipe.seed))  # Raises where it does not fit.
     if mesh is not None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,6 +13,8 @@ from jaxtyping import Float
 from kvjax.duo.passkeys import PasskeyPrompts
 from kvjax.duo.recipe import Recipe
 from kvjax.extras import extra
+from kvjax.fields import Fields
+from kvjax.files import check_writable, is_free, read_json, reading, write_json
 from kvjax.state import ModelSpec
 
 _ABOUT, _STEPS = "job.json", "steps"
@@ -62,14 +63,15 @@ class Checkpoints:
         if step is None:
             return first
         wanted = _arrays(first)
-        arrays = self._manager.restore(step, args=_orbax().args.StandardRestore(wanted))
+        with reading(f"{self._manager.directory}/{step}", what="a checkpoint of this job"):
+            arrays = self._manager.restore(step, args=orbax_checkpoint().args.StandardRestore(wanted))
         leaves = [arrays[name] for name in wanted if name.startswith("optimizer.")]
         optimizer = jax.tree.unflatten(jax.tree.structure(first.optimizer), leaves)
         return JobState(step, arrays["alphas"], optimizer, arrays["losses"], float(arrays["seconds"]))
 
     def save(self, state: JobState) -> None:
         """Writes a state; a kill in between leaves the one before."""
-        self._manager.save(state.step, args=_orbax().args.StandardSave(_arrays(state)))
+        self._manager.save(state.step, args=orbax_checkpoint().args.StandardSave(_arrays(state)))
         self._manager.wait_until_finished()
 
 
@@ -83,37 +85,50 @@ def open_checkpoints(
         ValueError: the folder belongs to a job with another recipe, model or text, or holds something else.
         ImportError: Orbax is not installed.
     """
-    orbax = _orbax()
+    orbax = orbax_checkpoint()
     folder = pathlib.Path(path).absolute()
     about = {"recipe": dataclasses.asdict(recipe), "model": repr(model), "text": prompts.digest}
     file = folder / _ABOUT
-    if file.is_file():
-        _check_same(json.loads(file.read_text(encoding="utf-8")), about, folder)
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"`checkpoints` must be a job's folder or an empty one, got {folder}, which holds other things."
-        )
+    check_recipe(folder, recipe)
+    if file.exists():
+        _check_same(Fields(read_json(file), source=file), {name: about[name] for name in ("model", "text")}, folder)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        write_json(file, about)
     options = orbax.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     with orbax.CheckpointManager(folder / _STEPS, options=options) as manager:
         yield Checkpoints(manager)
 
 
-def _check_same(saved: dict[str, Any], asked: dict[str, Any], folder: pathlib.Path) -> None:
-    for name in ("model", "text"):
-        if saved.get(name) != asked[name]:
-            raise ValueError(f"`checkpoints` belongs to a job with another {name}: {folder}.")
-    for name, value in asked["recipe"].items():
-        if saved["recipe"].get(name) != value:
+def check_recipe(path: str | pathlib.Path, recipe: Recipe) -> None:
+    """Raises a ValueError unless a job with this recipe can begin in a folder, or go on there."""
+    folder = pathlib.Path(path).absolute()
+    check_writable(folder, argument="checkpoints")
+    file = folder / _ABOUT
+    if not file.exists():
+        if not is_free(folder):
             raise ValueError(
-                f"`checkpoints` belongs to a job with `{name}` {saved['recipe'].get(name)}, not {value}: go on with "
-                f"that, or take another folder than {folder}."
+                f"`checkpoints` must be a job's folder or an empty one, got {folder}, which holds other things."
+            )
+        return
+    saved = Fields(read_json(file), source=file).nested("recipe")
+    for name, value in dataclasses.asdict(recipe).items():
+        there = saved.take(name, None)
+        if there != value:
+            raise ValueError(
+                f"`checkpoints` belongs to a job with `{name}` {there}, not {value}: go on with that, or take another "
+                f"folder than {folder}."
             )
 
 
-def _orbax() -> Any:
+def _check_same(saved: Fields, asked: dict[str, Any], folder: pathlib.Path) -> None:
+    for name, value in asked.items():
+        if saved.text(name) != value:
+            raise ValueError(f"`checkpoints` belongs to a job with another {name}: {folder}.")
+
+
+def orbax_checkpoint() -> Any:
+    """Orbax, or an ImportError that says what to install."""
     with extra("train", purpose="Checkpoints of a job"):
         import orbax.checkpoint
     return orbax.checkpoint

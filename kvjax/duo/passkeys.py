@@ -26,6 +26,8 @@ _WORDS = (
     "flame", "grape", "honey", "ivory", "jewel", "knight", "ladder", "monkey", "north", "olive", "pepper", "quiet",
     "rocket", "saddle", "tiger", "under", "valley", "wagon", "zebra", "bottle", "carpet", "donkey", "early", "finger",
 )  # fmt: skip
+#: Each passkey has an owner of its own.
+MOST_PASSKEYS = len(_OWNERS)
 _INTRODUCTION = "Several passkeys are hidden in the following text. Remember them.\n\n"
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
@@ -60,8 +62,8 @@ class PasskeyPrompts:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, haystack: str | None = None, passkeys: int = 5, size: int = 6):
-        if not 1 <= passkeys <= len(_OWNERS):
-            raise ValueError(f"`passkeys` must be from 1 to {len(_OWNERS)}, got {passkeys}.")
+        if not 1 <= passkeys <= MOST_PASSKEYS:
+            raise ValueError(f"`passkeys` must be from 1 to {MOST_PASSKEYS}, got {passkeys}.")
         if size < 1:
             raise ValueError(f"`passkey_size` must be at least 1, got {size}.")
         sentences = _sentences(_documentation() if haystack is None else haystack)

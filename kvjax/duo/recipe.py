@@ -7,11 +7,24 @@ import numpy as np
 
 from kvjax.allocation import check_count
 from kvjax.duo.mixed_attention import Streaming
-from kvjax.duo.passkeys import Example, PasskeyPrompts
+from kvjax.duo.passkeys import MOST_PASSKEYS, Example, PasskeyPrompts
 from kvjax.extras import extra
 
 if TYPE_CHECKING:
     import optax
+
+
+#: What is counted.
+_UNITS = {
+    "steps": "step",
+    "min_length": "token",
+    "max_length": "token",
+    "lengths": "length",
+    "batch_size": "prompt",
+    "recent": "token",
+    "passkeys": "passkey",
+    "passkey_size": "word or digit",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,10 +65,12 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "min_length", "lengths", "batch_size", "recent", "passkeys", "passkey_size"):
-            check_count(name, getattr(self, name), at_least=1)
+        for name, unit in _UNITS.items():
+            check_count(name, getattr(self, name), at_least=1, unit=unit)
         check_count("sinks", self.sinks, at_least=0)
         check_count("seed", self.seed, at_least=0)
+        if self.passkeys > MOST_PASSKEYS:
+            raise ValueError(f"`passkeys` must be from 1 to {MOST_PASSKEYS}, got {self.passkeys}.")
         if self.max_length < self.min_length:
             raise ValueError(
                 f"`max_length` must not be under `min_length`, got {self.max_length} and {self.min_length}."
@@ -63,6 +78,13 @@ class Recipe:
         for name in ("regularisation", "learning_rate"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"`{name}` must be a positive number, got {getattr(self, name)}.")
+
+    def check_positions(self, most: int) -> None:
+        """Raises a ValueError if a prompt would be longer than the `most` tokens that a model can read."""
+        if self.max_length > most:
+            raise ValueError(
+                f"`max_length` must not be over the {most} tokens that the model can read, got {self.max_length}."
+            )
 
     @property
     def streaming(self) -> Streaming:

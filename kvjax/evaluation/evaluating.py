@@ -18,6 +18,7 @@ from kvjax.evaluation.runner import Runner, Wanted
 from kvjax.evaluation.summary import Summary, measured_sizes, summarised
 from kvjax.evaluation.table import markdown
 from kvjax.evaluation.units import Unit, make_units
+from kvjax.files import write_text
 from kvjax.model import Model, check_model
 from kvjax.prompts import Tokenizer
 from kvjax.steps import dtype_name
@@ -94,7 +95,7 @@ def evaluate(
                 watch.tell(records)
                 drop_programs_if_many()
     summary = summarised(list(folder.records.values()), experiment)
-    (folder.path / TABLE).write_text(markdown(summary, model_name=model_name), encoding="utf-8")
+    write_text(folder.path / TABLE, markdown(summary, model_name=model_name))
     folder.write_manifest(
         **environment, finished=True, seconds_since_it_went_on=watch.seconds, measured=measured_sizes(summary)
     )

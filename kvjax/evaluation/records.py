@@ -1,13 +1,15 @@
 """A run's folder: one JSON line for each answer, and the manifest of how they came about."""
 
 import json
-import os
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.evaluation.contenders import Contender
-from kvjax.evaluation.experiment import Case, Experiment, Mode
+from kvjax.evaluation.experiment import MODES, Case, Experiment, Mode
+from kvjax.fields import Fields
+from kvjax.files import append_lines, check_writable, is_free, parse_json, read_bytes, read_json, reading, write_json
 
 RESULTS, MANIFEST = "results.jsonl", "manifest.json"
 
@@ -56,6 +58,10 @@ def record_key(contender: Contender, mode: Mode, case: Case) -> tuple[Any, ...]:
     return (contender.name, contender.budget, mode, *case)
 
 
+class DamagedRecordsWarning(UserWarning):
+    """Some lines of a run's results are no records, and are left out."""
+
+
 class Folder:
     """A run's folder.
 
@@ -64,7 +70,7 @@ class Folder:
         about: what runs in one folder have in common, see `described`.
 
     Raises:
-        ValueError: the folder belongs to another run, or holds other things.
+        ValueError: the folder belongs to another run, holds other things, or cannot be written or read.
     """
 
     def __init__(self, path: str | pathlib.Path, about: Mapping[str, Any]):
@@ -73,45 +79,98 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._results = self.path / RESULTS
         self._about = dict(about)
-        self.records = {record.key: record for record in self._read()}
+        self.records = {record.key: record for record in _read(self._results)} if self._results.exists() else {}
 
     def write_manifest(self, **more: Any) -> None:
         """Writes what is known of the run; a kill in between leaves the manifest before."""
-        file, text = self.path / MANIFEST, json.dumps(self._about | more, indent=1, ensure_ascii=False) + "\n"
-        part = file.with_suffix(".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
+        write_json(self.path / MANIFEST, self._about | more)
 
     def add(self, records: Sequence[Record]) -> None:
-        """Appends records; a kill in between leaves whole ones, and at most one line that is none."""
-        lines = "".join(json.dumps(record._asdict(), ensure_ascii=False) + "\n" for record in records)
-        with self._results.open("a", encoding="utf-8") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        self.records |= {record.key: record for record in records}
+        """Appends records; a kill or a full disk leaves whole ones, and at most one line that is none.
 
-    def _read(self) -> list[Record]:
-        if not self._results.exists():
-            return []
-        content = self._results.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            # The line that was being written when the run was killed.
-            self._results.write_bytes(whole)
-        return [_record(line) for line in whole.decode("utf-8").splitlines()]
+        Raises:
+            OSError: they cannot be written; what was there before is as it was.
+        """
+        append_lines(self._results, [json.dumps(record._asdict()) for record in records])
+        self.records |= {record.key: record for record in records}
 
 
 def read_records(path: str | pathlib.Path) -> list[Record]:
-    """The records of a run's folder, whole or not."""
-    file = pathlib.Path(path) / RESULTS
-    content = file.read_bytes()
-    return [_record(line) for line in content[: content.rfind(b"\n") + 1].decode("utf-8").splitlines()]
+    """The records of a run's folder, whole or not.
+
+    Half a line, as a kill or a full disk leaves it, is left out; so are other lines that are no records, such as a
+    power loss leaves, with a warning that counts them.
+
+    Raises:
+        ValueError: there are no results, or they cannot be read.
+    """
+    return _read(pathlib.Path(path) / RESULTS)
 
 
-def _record(line: str) -> Record:
-    fields = json.loads(line)
-    return Record(**{**fields, "expected": tuple(fields["expected"])})
+def _read(file: pathlib.Path) -> list[Record]:
+    # Only b"\n" ends a line; `splitlines` also ends them at U+2028, which an answer may have.
+    lines = read_bytes(file).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    records, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_record(line, f"{file}, line {number}"))
+        except ValueError as error:
+            # Half a line is what every kill may leave, and is no damage.
+            if not line.startswith(b"{") or line.endswith(b"}"):
+                damaged.append(str(error))
+    if damaged:
+        warnings.warn(
+            f"{file}: {len(damaged)} of {len(lines)} lines are no records and are left out, the first because: "
+            f"{damaged[0]}",
+            DamagedRecordsWarning,
+            stacklevel=3,
+        )
+    return records
+
+
+def _record(line: bytes, source: str) -> Record:
+    """A record of its line, which a power loss may have put NULs before.
+
+    Raises:
+        ValueError: it is none; names the line and the field.
+    """
+    with reading(source, what="a record"):
+        values = parse_json(line.strip(b"\0 \t\r").decode("utf-8"), source=source)
+    if not isinstance(values, dict):
+        raise ValueError(f"{source} must be a JSON object, got {type(values).__name__}.")
+    fields = Fields(values, source=source)
+    unknown = values.keys() - set(Record._fields)
+    if unknown:
+        raise ValueError(f"{source}: `{min(unknown)}` is no field of a record.")
+    return Record(
+        policy=fields.text("policy"),
+        budget=_budget(fields),
+        mode=fields.choice("mode", MODES),
+        task=fields.text("task"),
+        length=fields.integer("length", at_least=1),
+        depth=fields.number("depth", None, at_least=0.0, at_most=1.0),
+        sample=fields.integer("sample"),
+        score=_score(fields),
+        answer=fields.text("answer"),
+        expected=tuple(fields.texts("expected")),
+        prompt_tokens=fields.integer("prompt_tokens"),
+        kept_tokens=fields.number("kept_tokens", at_least=0.0),
+        cache_bytes=fields.integer("cache_bytes"),
+    )
+
+
+def _score(fields: Fields) -> float:
+    # A model that overflows foretells with NaN.
+    score = fields.take("score")
+    return score if isinstance(score, float) else fields.number("score")
+
+
+def _budget(fields: Fields) -> int | float | None:
+    if isinstance(fields.take("budget", None), float):
+        return fields.number("budget", at_least=0.0, at_most=1.0)
+    return fields.integer("budget", None, at_least=1)
 
 
 def described(experiment: Experiment, *, model: str) -> dict[str, Any]:
@@ -120,19 +179,23 @@ def described(experiment: Experiment, *, model: str) -> dict[str, Any]:
 
 
 def check_folder(path: str | pathlib.Path, about: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless a folder is empty, missing, or of a run that is the same in all of `about`."""
+    """Raises a ValueError unless a run can go on in a folder, or begin.
+
+    It must be empty, missing or of a run that is the same in all of `about`, and files must be possible there.
+    """
     folder = pathlib.Path(path)
+    check_writable(folder, argument="out")
     file = folder / MANIFEST
-    if not file.is_file():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not file.exists():
+        if not is_free(folder):
             raise ValueError(f"`out` must be a run's folder or an empty one, got {folder}, which holds other things.")
         return
-    saved = json.loads(file.read_text(encoding="utf-8"))
+    manifest = Fields(read_json(file), source=file)
     # As JSON gives it back.
     asked = json.loads(json.dumps(about))
-    pairs = [(name, saved.get(name), value) for name, value in asked.items() if name != "experiment"]
-    settings = saved.get("experiment", {})
-    pairs += [(name, settings.get(name), value) for name, value in asked.get("experiment", {}).items()]
+    pairs = [(name, manifest.take(name, None), value) for name, value in asked.items() if name != "experiment"]
+    settings = manifest.nested("experiment")
+    pairs += [(name, settings.take(name, None), value) for name, value in asked.get("experiment", {}).items()]
     for name, there, value in pairs:
         if there != value:
             raise ValueError(

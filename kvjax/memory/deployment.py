@@ -10,6 +10,9 @@ from kvjax.prompts import check_new_tokens
 from kvjax.state import ModelSpec
 from kvjax.steps import dtype_name
 
+#: The largest int32.
+MOST_POSITIONS = 2**31 - 1
+
 
 class ModelSize(NamedTuple):
     """What a model takes beside its cache; `kvjax_models.model_size` tells it of a configuration.
@@ -60,6 +63,13 @@ class Deployment:
         check_count("context", self.context, at_least=1)
         check_count("batch", self.batch, at_least=1, unit="row")
         check_new_tokens(self.max_new_tokens)
+        if self.context + self.max_new_tokens > MOST_POSITIONS:
+            raise ValueError(
+                f"`context` + `max_new_tokens` must not exceed {MOST_POSITIONS:,}, since positions are 32-bit "
+                f"integers, got {self.context} + {self.max_new_tokens}."
+            )
+        if self.batch > MOST_POSITIONS:
+            raise ValueError(f"`batch` must not exceed {MOST_POSITIONS:,} rows, got {self.batch}.")
         dtype_name(self.cache_dtype)
         if self.devices not in device_counts(self.model):
             raise ValueError(

@@ -91,8 +91,10 @@ def plan(policies: Sequence[Policy], deployment: Deployment) -> tuple[PolicyPlan
 
 def fewest_devices(policy: Policy, deployment: Deployment) -> int | None:
     """The fewest devices that hold the deployment's batch under a policy; None where no number does."""
+    # The bytes of a row are the same however many share them.
+    planned = _plan(policy, deployment)
     for count in device_counts(deployment.model):
-        if _plan(policy, dataclasses.replace(deployment, devices=count)).fits:
+        if dataclasses.replace(planned, deployment=dataclasses.replace(deployment, devices=count)).fits:
             return count
     return None
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from kvjax.fields import Fields
 from kvjax.rope import LinearScaling, Llama3Scaling, Rope
 from kvjax_models.config import EPSILON_RANGE, LARGEST_SIZES, LARGEST_THETA, LlamaConfig
-from kvjax_models.hugging_face_rope import FACTOR_RANGE
 from kvjax_models.gguf_stop_tokens import end_of_turn_ids
+from kvjax_models.hugging_face_rope import FACTOR_RANGE
 
 # Key: the only values under which the model is the plain Llama that is built here, the default first.
 _ONLY: dict[str, tuple[Any, ...]] = {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -11,9 +12,16 @@ import pytest
 
 import kvjax
 import kvjax_models
+from kvjax.cli import duo_identify
 
 RECIPE = ("--steps", "2", "--min-length", "220", "--max-length", "240", "--lengths", "1", "--recent", "16")
 RECIPE += ("--passkeys", "2", "--passkey-size", "3")
+
+
+@pytest.fixture(autouse=True)
+def known(small, monkeypatch) -> None:
+    """The small model's configuration is read too, before it is loaded."""
+    monkeypatch.setattr(duo_identify, "read_config", lambda source: small.config)
 
 
 @pytest.mark.smollm2
@@ -75,21 +83,41 @@ def test_a_killed_job_goes_on_to_the_same_pattern(run, small, tmp_path):
 
 
 @pytest.mark.smollm2
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--steps", "0"], "`--steps` must be at least 1"),
+        (["--steps", "0"], "`--steps` must be at least 1 step, got 0"),
+        (["--batch-size", "0"], "`--batch-size` must be at least 1 prompt, got 0"),
+        (["--passkeys", "99"], "`--passkeys` must be from 1 to 20, got 99"),
+        (["--checkpoint-every", "0"], "`--checkpoint-every` must be at least 1 step, got 0"),
         (["--max-length", "600"], "`--max-length` must not be over the 512 tokens that the model can read, got 600"),
-        (["--min-length", "40"], "`--min-length` must leave room for 2 passkeys"),
         (["--haystack", "nowhere.txt"], "nowhere.txt: No such file or directory"),
+        (["--haystack", "EMPTY"], "--haystack must be a text of words, and EMPTY has none"),
         (["--passkeys", "three"], "argument --passkeys: invalid int value"),
+        (["--out", "EMPTY/new"], "`--out` must be a folder that can be written, and "),
+        (["--out", "other"], "`--out` belongs to a job with `--steps` 7, not 2"),
+        (["--out", "damaged"], "damaged/job/job.json must hold a JSON object, got list"),
     ],
 )
-def test_identify_says_what_is_wrong(run, tmp_path, argv, message):
-    result = run("duo", "identify", "small", "--out", str(tmp_path / "new"), *RECIPE, *argv)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_identify_says_what_is_wrong_before_a_model_is_loaded(run, tmp_path, monkeypatch, argv, message):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("EMPTY").write_text(" \n")
+    for name, text in (("other", '{"recipe": {"steps": 7}}'), ("damaged", "[]")):
+        pathlib.Path(name, "job").mkdir(parents=True)
+        pathlib.Path(name, "job", "job.json").write_text(text)
+    monkeypatch.setattr(kvjax_models, "load", lambda *args: pytest.fail("a model has been loaded"))
+    result = run("duo", "identify", "small", "--out", "new", *RECIPE, *argv)
     assert (result.code, result.out) == (2, "")
     assert message in result.err
+    assert not pathlib.Path("new").exists()
+
+
+@pytest.mark.smollm2
+def test_identify_says_what_only_the_tokenizer_can_tell(run, tmp_path):
+    result = run("duo", "identify", "small", "--out", str(tmp_path / "new"), *RECIPE, "--min-length", "40")
+    assert (result.code, result.out) == (2, "")
+    assert "`--min-length` must leave room for 2 passkeys" in result.err
 
 
 def test_show_says_what_is_wrong(run, tmp_path):
@@ -97,6 +125,12 @@ def test_show_says_what_is_wrong(run, tmp_path):
     assert result.code == 2
     assert "a head pattern is a folder with full_attention_heads.tsv" in result.err
     kvjax.HeadPattern.of([[0.5, 1.0]]).save(tmp_path)
+    for text in ("[]", "{", "[" * 99999, '{"recipe": 3, "seconds": 1}', '{"recipe": {}, "seconds": 1e999}'):
+        (tmp_path / "training.json").write_text(text)
+        assert str(tmp_path / "training.json") in run("duo", "show", str(tmp_path)).err
+    result = run("duo", "show", str(tmp_path), "--out", str(tmp_path / "nowhere" / "picture.png"))
+    assert (result.code, result.out) == (2, "")
+    assert "--out must lie in a folder that exists" in result.err
     result = run("duo", "show", str(tmp_path), "--out", "picture.txt")
     assert "--out must end in .png, .svg, .pdf, got 'picture.txt'" in result.err
     (tmp_path / "training.json").write_text("{}")

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import shutil
+import time
 
 import pytest
 
@@ -81,6 +82,16 @@ def test_json_has_the_figures(plan):
     assert report["recommendations"][0]["work"] == "streaming chat"
 
 
+def test_a_million_tokens_take_no_time(plan):
+    """Where the budget's table over all lengths does not come in."""
+    own = [word for name in ("full", "streaming-llm", "duo") for word in ("--policy", name)]
+    plan("llama-3-70b", "--context", "4096", *own)
+    started = time.process_time()
+    result = plan("llama-3-70b", "--context", "1000000", *own)
+    assert result.code == 0
+    assert time.process_time() - started < 1
+
+
 def test_a_device_of_ones_own(plan):
     own = ("--memory", "1", "--bandwidth", "100")
     result = plan("smollm2-135m", "--context", "1024", *own, "--policy", "full", "--budget", "100")
@@ -123,6 +134,16 @@ def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(parity, monkeyp
 
 SMALL = ("smollm2-135m", "--context", "1000")
 WRONG = {
+    (
+        *SMALL[:2],
+        str(2**31 - 256),
+    ): "`--context` + `--max-new-tokens` must not exceed 2,147,483,647",
+    (*SMALL[:2], str(10**15)): "`--context` + `--max-new-tokens` must not exceed 2,147,483,647",
+    (*SMALL, "--max-new-tokens", str(10**30)): "`--context` + `--max-new-tokens` must not exceed",
+    (*SMALL, "--batch", str(10**30)): "`--batch` must not exceed 2,147,483,647 rows, got 1",
+    (*SMALL, "--device", "h200", "--bandwidth", "1e300"): "--bandwidth must be a positive number of GB, from 1e-06 to ",
+    ("llama-9", "--context", "9", "--sparsity", "2"): "`--sparsity` must be from 0 to 1, got 2.0.",
+    ("llama-9", "--context", "9", "--policy", "best"): "--policy must be one of full, ",
     (): "the following arguments are required: MODEL, --context",
     ("llama-9", "--context", "9"): "MODEL must be one of smollm2-135m, smollm2-360m, tinyllama-1.1b, ",
     ("no/where.gguf", "--context", "9"): "or a name on the hub; got 'no/where.gguf'.",
@@ -136,7 +157,7 @@ WRONG = {
     (*SMALL, "--max-new-tokens", "0"): "`--max-new-tokens` must be at least 1, got 0.",
     (*SMALL, "--sparsity", "2"): "`--sparsity` must be from 0 to 1, got 2.0.",
     (*SMALL, "--memory", "16"): "--memory and --bandwidth go together where no --device is given.",
-    (*SMALL, "--device", "h200", "--memory", "-1"): "--memory must be a positive number of GB, got -1.0.",
+    (*SMALL, "--device", "h200", "--memory", "-1"): "--memory must be a positive number of GB, from 1e-06 to ",
     ("smollm2-135m", "--context", "0"): "`--context` must be at least 1 token, got 0.",
     ("smollm2-135m", "--context", "many"): "argument --context: invalid int value: 'many'",
 }

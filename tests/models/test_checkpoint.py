@@ -69,6 +69,18 @@ def test_saving_over_something_is_refused(saved, parity):
         kvjax_models.save(saved, kvjax_models.load(parity / "tiny_seed0"))
 
 
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_failed_save_leaves_nothing(parity, tmp_path, monkeypatch):
+    def full(tokenizer, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvjax_models.checkpoint.save_tokenizer", full)
+    tiny = kvjax_models.load(parity / "tiny_seed0")
+    with pytest.raises(OSError, match="No space left"):
+        kvjax_models.save(tmp_path / "saved", tiny._replace(tokenizer=object()))  # pyright: ignore[reportArgumentType]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_missing_tensor_is_named(damaged):
     change_config(damaged, num_hidden_layers=5)
     with pytest.raises(ValueError, match=r"orbax lacks the tensor 'layers.4.* which its config.json asks for"):

@@ -1,6 +1,7 @@
 """DuoAttention: head patterns and their files, memory that is really saved, and streaming heads."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,65 @@ def test_a_malformed_configuration_says_which_file(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config.json must be a JSON object"):
         HeadPattern.load(tmp_path)
+
+
+def test_damaged_files_are_errors_that_name_them(tmp_path):
+    pattern = HeadPattern.of([[0.5, 1.0]], sinks=4)
+    for name, content in [
+        ("config.json", b"\xff"),
+        ("config.json", b"[" * 99999),
+        ("config.json", b'{"sink_size": -1}'),
+        ("config.json", b'{"sink_size": true}'),
+        ("full_attention_heads.tsv", b"\xff\t1\n"),
+        ("full_attention_heads.tsv", b"1\tinf\n"),
+    ]:
+        pattern.save(tmp_path)
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=str(tmp_path / name)):
+            HeadPattern.load(tmp_path)
+    (tmp_path / "full_attention_heads.tsv").unlink()
+    os.mkfifo(tmp_path / "full_attention_heads.tsv")
+    with pytest.raises(ValueError, match=r"full_attention_heads.tsv .*no regular file"):
+        HeadPattern.load(tmp_path)
+
+
+def test_a_pattern_that_cannot_be_written_leaves_the_older_one_and_one_that_can_comes_whole(tmp_path, monkeypatch):
+    """Stopped at every step of the writing."""
+    older, newer = HeadPattern.of([[0.5, 1.0]], sinks=4, recent=8), HeadPattern.of([[0.25, 0.0]], sinks=1, recent=2)
+    older.save(tmp_path)
+    (tmp_path / "job").mkdir()
+    seen = []
+    for stop in range(20):
+        left = [stop]
+
+        def stopping(name, left=left):
+            real = getattr(os, name)
+
+            def call(*arguments, **settings):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+                return real(*arguments, **settings)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "replace", "rename"):
+                patch.setattr(os, name, stopping(name))
+            try:
+                newer.save(tmp_path)
+                stopped = False
+            except KeyboardInterrupt:
+                stopped = True
+        seen.append(HeadPattern.load(tmp_path))
+        assert seen[-1] in (older, newer)
+        older.save(tmp_path)
+        assert HeadPattern.load(tmp_path) == older
+        assert len(list(tmp_path.iterdir())) == 3
+        if not stopped:
+            break
+    assert older in seen
+    assert seen.count(newer) >= 3
 
 
 @pytest.mark.parametrize("scores", [[[1.0, 0.5], [1.0]], [], [1.0, 0.5], [[]]])
