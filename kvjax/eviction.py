@@ -52,6 +52,8 @@ def lowest_slot(
 ) -> Int[Array, "B K"]:
     """The slot with the lowest rank outside the sinks and the recent tokens; of equal ranks the lower slot.
 
+    NaN is the lowest rank, as in `select_highest`.
+
     Args:
         ranks: higher = keep.
         positions: of each slot's token, `EMPTY` where there is none.
@@ -61,4 +63,6 @@ def lowest_slot(
     """
     oldest_recent = newest[:, None, None] - recent[..., None] + 1
     free_to_go = (positions != EMPTY) & (positions >= sinks) & (positions < oldest_recent)
+    highest = jnp.finfo(ranks.dtype).max
+    ranks = jnp.nan_to_num(ranks, nan=-jnp.inf, posinf=highest)
     return jnp.argmin(jnp.where(free_to_go, ranks, jnp.inf), axis=-1).astype(jnp.int32)

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocation import check_choice, check_count
+from kvjax.allocation import check_choice
 from kvjax.attention import Asked, streaming_extend_attention, streaming_prefill_attention
 from kvjax.eviction import ring_rows, ring_slot
 from kvjax.head_pattern import HeadPattern
 from kvjax.policies.base import Policy, seen_tokens
+from kvjax.policies.numbers import store_count, store_share
 from kvjax.rope import Rotation, rotate_one
 from kvjax.shipped_patterns import shipped_pattern
 from kvjax.state import (
@@ -57,11 +58,14 @@ class DuoAttention(Policy):
     def __post_init__(self) -> None:
         if self.pattern is not None and not isinstance(self.pattern, HeadPattern):
             raise ValueError(f"`pattern` must be a kvjax.HeadPattern, got {type(self.pattern).__name__}.")
-        check_count("sinks", self.sinks, at_least=0)
-        check_count("recent", self.recent, at_least=1)
+        store_count(self, "sinks", at_least=0)
+        store_count(self, "recent", at_least=1)
         check_choice("prefill_mask", self.prefill_mask, ("dense", "streaming"))
         if self.sparsity is None and self.threshold is None:
             object.__setattr__(self, "sparsity", 0.5)
+        for name in ("sparsity", "threshold"):
+            if getattr(self, name) is not None:
+                store_share(self, name)
         HeadPattern.of([[0.0]]).streaming_heads(sparsity=self.sparsity, threshold=self.threshold)
 
     @classmethod

@@ -6,8 +6,9 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocation import check_choice, check_count, from_compression_ratio
+from kvjax.allocation import check_choice, from_compression_ratio
 from kvjax.attention import Asked
+from kvjax.policies.numbers import store_count
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.state import EMPTY, Rows
 from kvjax_kernels import column_sums
@@ -41,7 +42,7 @@ class H2O(ScoredPolicy):
 
     def __post_init__(self) -> None:
         if self.recent_tokens is not None:
-            check_count("recent_tokens", self.recent_tokens, at_least=0)
+            store_count(self, "recent_tokens", at_least=0)
         check_choice("normalise", self.normalise, ("sum", "mean"))
         super().__post_init__()
 
@@ -88,10 +89,7 @@ class H2O(ScoredPolicy):
             return rows.scores + sums
         if self.evict == "prompt" and self.normalise == "mean":
             # Nothing is remembered: the mean is over the queries of this call.
-            voters = (asked.positions[:, None, None] >= rows.positions[..., None]) & (asked.positions >= 0)[
-                :, None, None
-            ]
-            return sums / jnp.maximum(voters.sum(-1, dtype=jnp.float32), 1.0)
+            return sums / jnp.maximum(voters(asked.positions, rows.positions), 1).astype(jnp.float32)
         return sums
 
     def rank(
@@ -113,3 +111,16 @@ class H2O(ScoredPolicy):
         """See `ScoredPolicy.step`. The newest token's score is the attention that it gives itself."""
         del key
         return scores + attention, own_attention
+
+
+def voters(asked: Int[Array, "B T"], positions: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """Number of a call's queries that could see each token: those at its position or later.
+
+    Args:
+        asked: positions of the queries, ascending without gaps, then `EMPTY` for pads.
+        positions: of the tokens.
+    """
+    newest = asked.max(-1)
+    first_asked = newest - (asked != EMPTY).sum(-1, dtype=asked.dtype) + 1
+    newest, first_asked = newest[:, None, None], first_asked[:, None, None]
+    return jnp.maximum(newest + 1 - jnp.maximum(positions, first_asked), 0)

@@ -5,8 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.allocation import check_count, from_compression_ratio
+from kvjax.allocation import from_compression_ratio
 from kvjax.attention import Asked
+from kvjax.policies.numbers import store_count
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.state import Rows
 
@@ -29,7 +30,7 @@ class Knorm(ScoredPolicy):
     recent_tokens: int = 8
 
     def __post_init__(self) -> None:
-        check_count("recent_tokens", self.recent_tokens, at_least=0)
+        store_count(self, "recent_tokens", at_least=0)
         super().__post_init__()
 
     @classmethod

@@ -14,7 +14,6 @@ from kvjax.allocation import (
     Uniform,
     check_budget,
     check_choice,
-    check_count,
     check_rows,
     count_table,
     endless_counts,
@@ -23,6 +22,7 @@ from kvjax.allocation import (
 from kvjax.attention import Asked
 from kvjax.eviction import lowest_slot
 from kvjax.policies.base import Policy, seen_tokens
+from kvjax.policies.numbers import store_count
 from kvjax.rope import Rotation, rotate_one
 from kvjax.scores import split_shared
 from kvjax.state import (
@@ -65,12 +65,14 @@ class ScoredPolicy(Policy):
     no_decode_because: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        check_count("sinks", self.sinks, at_least=0)
+        store_count(self, "sinks", at_least=0)
         check_choice("evict", self.evict, ("prompt", "decode"))
         if not isinstance(self.allocation, Allocation):
             raise ValueError(f"`allocation` must be one such as `kvjax.Pyramid()`, got {self.allocation!r}.")
         if self.evict == "decode" and self.no_decode_because is not None:
             raise ValueError(f'{type(self).__name__} cannot have `evict="decode"`: {self.no_decode_because}.')
+        if self.evict == "decode" and type(self).step is ScoredPolicy.step:
+            raise ValueError(f'{type(self).__name__} cannot have `evict="decode"`: it has no `step`.')
         if self.evict == "decode" and isinstance(self.allocation, Adaptive):
             raise ValueError(
                 'an `Adaptive` allocation cannot have `evict="decode"`: heads would trade slots at every step, and '

@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Literal
 
+import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.allocation import check_choice, check_count, from_compression_ratio
+from kvjax.allocation import check_choice, from_compression_ratio
 from kvjax.attention import Asked
 from kvjax.policies.base import last_queries
+from kvjax.policies.numbers import store_count
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.state import Rows
 from kvjax_kernels import pooled_attention
@@ -43,9 +45,10 @@ class SnapKV(ScoredPolicy):
     group_order: Literal["before_pooling", "after_pooling"] = "before_pooling"
 
     def __post_init__(self) -> None:
-        check_count("window", self.window, at_least=1)
-        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
+        store_count(self, "window", at_least=1)
+        if isinstance(self.kernel, int | np.integer) and (self.kernel < 1 or self.kernel % 2 == 0):
             raise ValueError(f"`kernel` must be odd and positive, got {self.kernel}.")
+        store_count(self, "kernel", at_least=1)
         check_choice("pooling", self.pooling, ("max", "avg"))
         check_choice("group_reduce", self.group_reduce, ("mean", "max"))
         check_choice("group_order", self.group_order, ("before_pooling", "after_pooling"))

@@ -12,13 +12,13 @@ from kvjax.allocation import (
     budget_tokens,
     check_budget,
     check_choice,
-    check_count,
     check_rows,
     from_compression_ratio,
 )
 from kvjax.attention import Asked, streaming_extend_attention, streaming_prefill_attention
 from kvjax.eviction import ring_rows, ring_slot
 from kvjax.policies.base import Policy, seen_tokens
+from kvjax.policies.numbers import store_count
 from kvjax.rope import Rotation, rotate_one
 from kvjax.state import (
     Kept,
@@ -58,9 +58,9 @@ class StreamingLLM(Policy):
     prefill_mask: Literal["dense", "streaming"] = "dense"
 
     def __post_init__(self) -> None:
-        check_count("sinks", self.sinks, at_least=0)
+        store_count(self, "sinks", at_least=0)
         if self.window is not None:
-            check_count("window", self.window, at_least=1)
+            store_count(self, "window", at_least=1)
         if self.budget is None and self.window is None:
             raise ValueError("StreamingLLM needs a `budget` or a `window`, got neither.")
         check_choice("positions", self.positions, ("cache", "absolute"))

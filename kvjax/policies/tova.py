@@ -6,9 +6,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.allocation import check_choice, check_count, from_compression_ratio
+from kvjax.allocation import check_choice, from_compression_ratio
 from kvjax.attention import Asked
 from kvjax.policies.base import last_queries
+from kvjax.policies.numbers import store_count
 from kvjax.policies.scored import ScoredPolicy
 from kvjax.state import Rows
 from kvjax_kernels import pooled_attention
@@ -35,7 +36,7 @@ class TOVA(ScoredPolicy):
     evict: Literal["prompt", "decode"] = "decode"
 
     def __post_init__(self) -> None:
-        check_count("recent_tokens", self.recent_tokens, at_least=0)
+        store_count(self, "recent_tokens", at_least=0)
         check_choice("heads", self.heads, ("kv_head", "all"))
         if self.heads == "all" and self.evict == "decode":
             raise ValueError(

@@ -76,10 +76,10 @@ def test_a_spinner_shows_on_terminals_only(stream, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     shown = stream()
     monkeypatch.setattr(sys, "stderr", shown)
-    with activity("Loading [a] model") as end:
+    with activity("Loading [a] model") as shown_now:
         time.sleep(0.01)
-        end()
-        end()
+        shown_now.end()
+        shown_now.end()
     assert ("Loading [a] model" in shown.getvalue()) == (stream is Terminal)
 
 

@@ -17,8 +17,12 @@ def protect(
 ) -> Float[Array, "B K S"]:
     """Marks the first `sinks` positions and the last `recent` tokens of each head as kept, empty slots as absent.
 
-    Tokens of a head are a prefix of its slots, in ascending position.
+    Tokens of a head are a prefix of its slots, in ascending position. What a token scores lies strictly between the
+    marks: infinite scores become the largest finite ones, and NaN counts as the lowest. So no score brings a token
+    among those that must stay, or behind a slot that holds none.
     """
+    highest = jnp.finfo(scores.dtype).max
+    scores = jnp.nan_to_num(scores, nan=-highest, posinf=highest, neginf=-highest)
     held = positions >= 0
     order = jnp.arange(positions.shape[2], dtype=jnp.int32)[None, None]
     last = order >= held.sum(-1, keepdims=True, dtype=jnp.int32) - recent.astype(jnp.int32)[..., None]
