@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 from typing import Literal, Protocol, runtime_checkable
 
@@ -77,7 +78,10 @@ def from_compression_ratio(compression_ratio: float) -> float:
 
 
 def budget_tokens(budget: int | float, length: int) -> int:
-    """Tokens that a head may keep of `length` seen: the int, or the fraction, floored; never over `length`."""
+    """Tokens that a head may keep of `length` seen: the int, or the fraction, floored; never over `length`.
+
+    The product is a binary one, as kvpress computes it: 0.29 of 100 tokens is 28.999..., and so 28.
+    """
     return min(budget, length) if isinstance(budget, int) else int(length * budget)
 
 
@@ -156,8 +160,8 @@ class Pyramid:
             return _budgets(budget, lengths)[None]
         if self.variant == "exact":
             return self._exact(budget, lengths, layers, fewest)
-        one = self._authors if self.variant == "authors" else self._kvpress
-        return np.stack([one(budget, int(length), layers, fewest) for length in lengths], axis=1)
+        counts = self._authors if self.variant == "authors" else self._kvpress
+        return counts(budget, lengths, layers, fewest)
 
     def _exact(self, budget: int | float, lengths: np.ndarray, layers: int, fewest: int) -> np.ndarray:
         mean = _budgets(budget, lengths)
@@ -171,33 +175,30 @@ class Pyramid:
             shares = layers * spread * falling / falling.sum()
         return _clamped(fewest + shares, np.minimum(fewest, lengths), lengths, layers * mean)
 
-    def _authors(self, budget: int | float, length: int, layers: int, window: int) -> np.ndarray:
-        capacity = budget_tokens(budget, length) if isinstance(budget, float) else budget
-        if length <= capacity:
-            return np.full(layers, length)
+    def _authors(self, budget: int | float, lengths: np.ndarray, layers: int, window: int) -> np.ndarray:
+        capacity = np.full_like(lengths, budget) if isinstance(budget, int) else _budgets(budget, lengths)
         spread = capacity - window
-        if length < 2 * spread:
-            return np.full(layers, min(capacity, length))
         least = spread // int(self.beta)
-        most = 2 * spread - least
-        if most >= length - window:
-            most = length - window
-            least = 2 * spread - most
+        most = np.minimum(2 * spread - least, lengths - window)
+        least = np.where(most == lengths - window, 2 * spread - most, least)
         step = (most - least) // (layers - 1)
-        return np.minimum(most - np.arange(layers) * step + window, length)
+        falling = np.minimum(most - np.arange(layers)[:, None] * step + window, lengths)
+        falling = np.where(lengths < 2 * spread, np.minimum(capacity, lengths), falling)
+        return np.where(lengths <= capacity, lengths, falling)
 
-    def _kvpress(self, budget: int | float, length: int, layers: int, window: int) -> np.ndarray:
-        kept = budget * length if isinstance(budget, float) else min(budget, length)
+    def _kvpress(self, budget: int | float, lengths: np.ndarray, layers: int, window: int) -> np.ndarray:
+        kept = budget * lengths if isinstance(budget, float) else np.minimum(budget, lengths).astype(float)
         capacity = window + kept
         least = (capacity - window) / self.beta
         most = (capacity - window) * 2 - least
-        if most >= length - window:
-            most = length - window
-            least = (capacity - window) * 2 - most
-        if not length >= most >= least >= window:
-            return np.full(layers, min(max(1, round(kept)), length))
+        cut = most >= lengths - window
+        most = np.where(cut, lengths - window, most)
+        least = np.where(cut, (capacity - window) * 2 - most, least)
         step = (most - least) / (layers - 1)
-        return np.asarray([round(most - layer * step) for layer in range(layers)])
+        falling = np.rint(most - np.arange(layers)[:, None] * step)
+        uniform = np.minimum(np.maximum(1, np.rint(kept)), lengths)
+        fits = (lengths >= most) & (most >= least) & (least >= window)
+        return np.where(fits, falling, uniform).astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,6 +241,45 @@ def endless_length(allocation: Allocation, budget: int, *, layers: int, fewest: 
     largest = int(endless_counts(allocation, budget, layers=layers, fewest=fewest).max())
     # No share may be cut by the length; the authors' and kvpress's arithmetic looks at twice the budget and a window.
     return max(largest, 2 * budget + fewest) + 1
+
+
+def largest_counts(
+    allocation: Allocation, budget: int | float, lengths: range, *, layers: int, fewest: int
+) -> np.ndarray:
+    """The most tokens that each layer keeps of a prompt of any of `lengths`, [layers].
+
+    Args:
+        allocation: how the budget is spread.
+        budget: tokens, or a fraction.
+        lengths: of prompts, ascending.
+        layers: of the model.
+        fewest: see `Allocation.counts`.
+    """
+    first, last = lengths[0], lengths[-1]
+    if isinstance(budget, int):
+        # From here on no share is cut by the length; the variants look at twice the budget and a window.
+        largest = int(endless_counts(allocation, budget, layers=layers, fewest=fewest).max())
+        enough = max(largest, 2 * budget + fewest) + 1
+        first, last = min(first, enough), min(last, enough)
+    else:
+        cut = allocation.counts(budget, np.asarray([last]), layers=layers, fewest=fewest).max() >= last
+        # Where the length cuts the largest shares, the others fall while the mean, a whole number, stands still.
+        first = max(first, last - _lengths_for_a_token(allocation, budget) * (layers if cut else 1))
+    return allocation.counts(budget, np.arange(first, last + 1), layers=layers, fewest=fewest).max(axis=1)
+
+
+def _lengths_for_a_token(allocation: Allocation, budget: float) -> int:
+    """Lengths over which every layer's share of a fraction grows by a token, so that rounding cannot hide it."""
+    layers = allocation.layers if isinstance(allocation, Adaptive) else allocation
+    if isinstance(layers, Uniform):
+        slowest = budget
+    elif isinstance(layers, Pyramid) and layers.variant == "exact":
+        slowest = budget / (layers.beta if layers.schedule == "linear" else 2 * layers.beta - 1)
+    else:
+        # The variants' arithmetic turns uniform at some lengths, and others' is unknown.
+        return _ENDLESS
+    # The mean itself is floored: it may stand still over 1 / budget lengths at either end.
+    return math.ceil(min(1 / slowest + 2 / budget, _ENDLESS))
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from kvjax.allocation import (
     count_table,
     endless_counts,
     endless_length,
+    largest_counts,
 )
 from kvjax.attention import Asked
 from kvjax.eviction import lowest_slot
@@ -145,8 +146,7 @@ class ScoredPolicy(Policy):
         if self.evict == "decode" and isinstance(self.budget, int):
             most = endless_counts(self.allocation, self.budget, layers=layers, fewest=fewest)
         else:
-            table = count_table(self.allocation, self.budget, layers=layers, fewest=fewest, max_length=lengths[-1])
-            most = table[:, lengths[0] :].max(axis=1)
+            most = largest_counts(self.allocation, self.budget, lengths, layers=layers, fewest=fewest)
         return [(max(int(count), 1),) * model.num_kv_heads for count in most]
 
     def slots(self, kept: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
