@@ -137,7 +137,7 @@ WRONG = {
         str(2**31 - 256),
     ): "`--context` + `--max-new-tokens` must not exceed 2,147,483,647",
     (*SMALL[:2], str(10**15)): "`--context` + `--max-new-tokens` must not exceed 2,147,483,647",
-    (*SMALL, "--max-new-tokens", str(10**30)): "`--context` + `--max-new-tokens` must not exceed",
+    (*SMALL, "--max-new-tokens", str(10**30)): "`--max-new-tokens` must be below 2**30",
     (*SMALL, "--batch", str(10**30)): "`--batch` must not exceed 2,147,483,647 rows, got 1",
     (*SMALL, "--device", "h200", "--bandwidth", "1e300"): "--bandwidth must be a positive number of GB, from 1e-06 to ",
     ("llama-9", "--context", "9", "--sparsity", "2"): "`--sparsity` must be from 0 to 1, got 2.0.",
