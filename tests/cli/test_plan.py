@@ -83,11 +83,15 @@ def test_json_has_the_figures(plan):
 
 
 def test_a_million_tokens_take_no_time(plan):
-    plan("llama-3-70b", "--context", "4096")
-    for budget in ("1024", "0.1"):
+    def seconds(budget: str) -> float:
         started = time.process_time()
         assert plan("llama-3-70b", "--context", "1000000", "--budget", budget).code == 0
-        assert time.process_time() - started < 2
+        return time.process_time() - started
+
+    plan("llama-3-70b", "--context", "4096")
+    # The process's other threads count too: the quickest of some tells.
+    assert min(seconds("1024") for _ in range(3)) < 1
+    assert min(seconds("0.1") for _ in range(3)) < 1
 
 
 def test_a_device_of_ones_own(plan):
