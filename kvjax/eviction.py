@@ -33,7 +33,7 @@ def ring_rows(
     Returns:
         Indices along the rows' tokens, and which of them hold one.
     """
-    slot = jnp.arange(slots)[None, None]
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
     recent = (kept - sinks)[..., None]
     # Slot sinks + i holds the token whose distance from the oldest one of the window is i, turned by the ring.
     turned = jnp.mod(slot - sinks - (seen[..., None] - recent - sinks), window[..., None])

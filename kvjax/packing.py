@@ -77,15 +77,15 @@ def _sources(
 ) -> Int[Array, "B C"]:
     """For each slot of the layer, the row of the heads' rows laid one after another that it gets, or `EMPTY`."""
     batch, kv_heads, widest = kept.held.shape
-    index = jnp.arange(widest)[None, None] if kept.tokens is None else kept.tokens
-    rows = jnp.where(kept.held, index + length * jnp.arange(kv_heads)[None, :, None], EMPTY)
+    index = jnp.arange(widest, dtype=jnp.int32)[None, None] if kept.tokens is None else kept.tokens
+    rows = jnp.where(kept.held, index + length * jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None], EMPTY)
     if spec.is_uniform:
         return _prefix(rows, spec.slots[0], EMPTY).astype(jnp.int32)
     if starts is None:
         parts = [_prefix(rows[:, head : head + 1], slots, EMPTY) for head, slots in enumerate(spec.slots)]
         return jnp.concatenate(parts, axis=1).astype(jnp.int32)
-    slot = jnp.arange(sum(spec.slots))[None]
-    owner = (slot[:, None] >= starts[:, :, None]).sum(1) - 1
+    slot = jnp.arange(sum(spec.slots), dtype=jnp.int32)[None]
+    owner = (slot[:, None] >= starts[:, :, None]).sum(1, dtype=jnp.int32) - 1
     offset = slot - jnp.take_along_axis(starts, owner, axis=1)
     held = offset < jnp.take_along_axis(lengths, owner, axis=1)
     place = owner * widest + jnp.minimum(offset, widest - 1)
@@ -94,6 +94,6 @@ def _sources(
 
 def _shared_starts(lengths: Int[Array, "B K"], spec: LayerSpec) -> Int[Array, "B K"]:
     """Segments as long as what each head holds, its room, and an equal part of what is left."""
-    spare = (sum(spec.kept) - lengths.sum(-1, keepdims=True)) // lengths.shape[1]
-    ends = jnp.cumsum(lengths + spec.room + jnp.maximum(spare, 0), axis=1)
+    spare = (sum(spec.kept) - lengths.sum(-1, keepdims=True, dtype=jnp.int32)) // lengths.shape[1]
+    ends = jnp.cumsum(lengths + spec.room + jnp.maximum(spare, 0), axis=1, dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)

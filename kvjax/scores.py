@@ -19,5 +19,5 @@ def split_shared(scores: Float[Array, "B K S"], counts: Int[Array, "B K"], *, sa
     safe = jnp.floor(counts.astype(jnp.float32) * safeguard + 1e-6).astype(jnp.int32)
     scores = jnp.where(mark_highest(scores, safe) & (scores > ABSENT), PROTECTED, scores)
     flat = scores.reshape(batch, 1, kv_heads * slots)
-    total = jnp.minimum(counts.sum(-1, keepdims=True), (flat > ABSENT).sum(-1))
+    total = jnp.minimum(counts.sum(-1, keepdims=True, dtype=jnp.int32), (flat > ABSENT).sum(-1, dtype=jnp.int32))
     return mark_highest(flat, total).reshape(scores.shape).sum(-1, dtype=jnp.int32)

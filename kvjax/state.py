@@ -315,7 +315,7 @@ def segments(x: Array, state: LayerState, spec: LayerSpec) -> Array:
     kv_heads = len(spec.slots)
     if spec.is_uniform:
         return x.reshape(batch, kv_heads, -1, *x.shape[2:])
-    index = segment_starts(state, spec)[:, :, None] + jnp.arange(spec.widest)[None, None]
+    index = segment_starts(state, spec)[:, :, None] + jnp.arange(spec.widest, dtype=jnp.int32)[None, None]
     index = jnp.minimum(index, slots - 1).reshape(batch, -1)
     taken = jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
     return taken.reshape(batch, kv_heads, spec.widest, *x.shape[2:])
@@ -323,7 +323,7 @@ def segments(x: Array, state: LayerState, spec: LayerSpec) -> Array:
 
 def by_head(state: LayerState, spec: LayerSpec) -> Rows:
     """A layer's tokens as `Rows`, in the order of their slots; empty slots are zeroed."""
-    held = jnp.arange(spec.widest)[None, None] < state.lengths[:, :, None]
+    held = jnp.arange(spec.widest, dtype=jnp.int32)[None, None] < state.lengths[:, :, None]
     kv = segments(whole_rows(state, spec), state, spec)
     positions = jnp.where(held, segments(state.positions, state, spec), EMPTY)
     scores = None if state.scores is None else jnp.where(held, segments(state.scores, state, spec), 0.0)
@@ -394,9 +394,9 @@ def _write_token(
 ) -> LayerState:
     written = (positions != EMPTY)[:, None] & (slots >= 0) & (slots < capacities(state, spec))
     # An index past the end is dropped by the scatter; each head has one of its own, so that indices stay unique.
-    past_end = state.positions.shape[1] + jnp.arange(len(spec.slots))[None]
+    past_end = state.positions.shape[1] + jnp.arange(len(spec.slots), dtype=jnp.int32)[None]
     target = jnp.where(written, slots + segment_starts(state, spec), past_end)
-    batch = jnp.arange(target.shape[0])[:, None]
+    batch = jnp.arange(target.shape[0], dtype=jnp.int32)[:, None]
 
     def put(old: Array, new: Array) -> Array:
         return old.at[batch, target].set(new.astype(old.dtype), mode="drop", unique_indices=True)

@@ -317,7 +317,7 @@ def last_queries(asked: Asked, count: int) -> tuple[Float[Array, "B W N D"], Int
     """The last `count` queries of each row, and their positions, `EMPTY` where a row has fewer."""
     length = asked.positions.shape[1]
     tokens = (asked.positions != EMPTY).sum(-1, dtype=jnp.int32)
-    index = tokens[:, None] - count + jnp.arange(count)[None]
+    index = tokens[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
     inside = jnp.clip(index, 0, length - 1)
     query = jnp.take_along_axis(asked.query, inside[:, :, None, None], axis=1)
     positions = jnp.take_along_axis(asked.positions, inside, axis=1)

@@ -151,7 +151,7 @@ class DuoAttention(Policy):
         ring, in_ring = ring_rows(
             rows, seen_tokens(rows), kept, jnp.full_like(kept, self.recent), sinks=self.sinks, slots=slots
         )
-        index = jnp.arange(slots)[None, None]
+        index = jnp.arange(slots, dtype=jnp.int32)[None, None]
         streams = jnp.asarray(self.for_model(spec.model).streaming(spec.layer))[None, :, None]
         everything = index < rows.lengths[..., None]
         chosen = jnp.where(streams, in_ring, everything)

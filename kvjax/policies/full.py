@@ -24,7 +24,7 @@ class Full(Policy):
     def compress(self, spec: LayerSpec, rows: Rows, asked: Asked) -> Kept:
         """See `Policy.compress`."""
         del asked
-        slots = jnp.arange(min(max(spec.slots), rows.positions.shape[2]))[None, None]
+        slots = jnp.arange(min(max(spec.slots), rows.positions.shape[2]), dtype=jnp.int32)[None, None]
         return Kept(None, slots < rows.lengths[..., None])
 
     def keep(self, spec: LayerSpec, rows: Rows, asked: Asked) -> LayerState:

@@ -163,7 +163,7 @@ class StreamingLLM(Policy):
         """See `Policy.attend_turn`."""
         if self.positions == "absolute" and self.prefill_mask == "dense":
             return super().attend_turn(asked, rows, held, layer=layer)
-        places, window = held[:, :1] + jnp.arange(asked.positions.shape[1])[None], None
+        places, window = held[:, :1] + jnp.arange(asked.positions.shape[1], dtype=jnp.int32)[None], None
         if self.prefill_mask == "streaming":
             places, window = self._places(asked.positions), self.total - self.sinks
         assert not isinstance(window, float)

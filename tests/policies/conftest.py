@@ -125,3 +125,33 @@ def make_stream():
         return Stream(model, query, key, value)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def traced():
+    """Traces a layer's prefill, its next turn of 16 tokens and a decoded token: their jaxprs, and their results."""
+
+    def trace(policy: kvjax.Policy, model: kvjax.ModelSpec, length: int):
+        def arrays(*shape: int):
+            heads = (model.num_query_heads, model.num_kv_heads, model.num_kv_heads)
+            return [jax.ShapeDtypeStruct((*shape, h, model.head_dim), jnp.dtype(model.dtype)) for h in heads]
+
+        def positions(*shape: int):
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        def prefill(*given):
+            return policy.prefill(spec, *given, model.rope)
+
+        def extend(state, *given):
+            return policy.extend(later, state, *given, model.rope, held_spec=spec)
+
+        def decode(state, *given):
+            return policy.decode(later, state, *given, model.rope)
+
+        spec, later = (policy.layer_specs(model, seen, 8)[0] for seen in (length, length + 16))
+        make = functools.partial(jax.make_jaxpr, return_shape=True)
+        first = make(prefill)(*arrays(1, length), positions(1, length))
+        second = make(extend)(first[1][1], *arrays(1, 16), positions(1, 16))
+        return first, second, make(decode)(second[1][1], *arrays(1), positions(1))
+
+    return trace

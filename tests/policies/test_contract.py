@@ -90,14 +90,23 @@ POLICIES = {
     "duo": Case(duo, held=duo_held, fractions=False, unbounded=True),
     "duo_masked": Case(lambda b: duo(b, "streaming"), held=duo_held, fractions=False, unbounded=True),
 }
-# Every group size with every policy; each dtype with small and large groups.
-GROUPS_AND_DTYPES = [(1, "bfloat16"), (3, "float32"), (4, "float32"), (8, "bfloat16")]
+# Each policy with the stream that the other tests use, and with one more in turn; some with all.
+GROUPS_AND_DTYPES = [(3, "float32"), (1, "bfloat16"), (4, "float32"), (8, "bfloat16")]
+ALL_GROUPS = ("streaming_llm", "h2o", "snapkv")
+COMBINATIONS = [
+    (name, *pair)
+    for number, name in enumerate(POLICIES)
+    for index, pair in enumerate(GROUPS_AND_DTYPES)
+    if name in ALL_GROUPS or index in (0, 1 + number % 3)
+]
+every_combination = pytest.mark.parametrize(("case", "group", "dtype"), COMBINATIONS, indirect=["case"])
 STEPS = 24
 LENGTHS = np.asarray([41, 26])
 WIDTH = 48
 
 
-@pytest.fixture(params=POLICIES)
+# Of the module, so that all tests of a policy come together: they share its compiled programs.
+@pytest.fixture(params=POLICIES, scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     return POLICIES[request.param]
 
@@ -130,14 +139,18 @@ def rows_after_prefill(stream, policy, new=STEPS):
     return spec, output, state
 
 
-@pytest.mark.parametrize(("group", "dtype"), GROUPS_AND_DTYPES)
+@every_combination
 def test_every_step_equals_masked_dense_attention(case, policy, make_stream, group, dtype):
     stream = make_stream(group=group, dtype=dtype)
     spec, _, state = rows_after_prefill(stream, policy)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
     for step in range(STEPS):
         before = state
         positions = jnp.asarray(LENGTHS + step, jnp.int32)
         output, state = stream.decode(policy, spec, state, positions)
+        # Shapes and dtypes never change.
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
+        assert output.dtype == jnp.dtype(dtype)
         if step % 5 and step != STEPS - 1:
             continue
         output = np.asarray(output)
@@ -152,7 +165,7 @@ def test_every_step_equals_masked_dense_attention(case, policy, make_stream, gro
                 assert_close(output[row, head], expected, dtype)
 
 
-@pytest.mark.parametrize(("group", "dtype"), GROUPS_AND_DTYPES)
+@every_combination
 def test_equals_full_attention_under_budget(case, make_stream, group, dtype):
     stream = make_stream(group=group, dtype=dtype)
     policy = case.make(WIDTH + STEPS)
@@ -234,57 +247,81 @@ def test_positions_are_unique_and_tokens_a_prefix_of_their_segment(policy, make_
 def test_what_empty_slots_hold_changes_nothing(policy, make_stream):
     stream = make_stream()
     lengths = np.asarray([7, 3])
-    spec = stream.spec(policy, 16, 8)
-    _, state = stream.prefill(policy, spec, stream.positions(lengths, 16))
-    empty = np.asarray(state.positions) == kvjax.EMPTY
-    assert empty.any()
-    poisoned = state._replace(kv=jnp.where(empty[..., None], jnp.nan, state.kv))
-    clean, poisoned = (stream.decode(policy, spec, s, jnp.asarray(lengths, jnp.int32))[0] for s in (state, poisoned))
-    np.testing.assert_array_equal(clean, poisoned)
-
-
-def test_what_empty_slots_hold_does_not_reach_the_next_turn(policy, make_stream):
-    stream = make_stream()
-    lengths = np.asarray([7, 3])
-    spec = stream.spec(policy, 16, 8)
-    _, state = stream.prefill(policy, spec, stream.positions(lengths, 16))
+    spec, new_spec = stream.spec(policy, WIDTH, STEPS), stream.spec(policy, WIDTH + 16, STEPS)
+    _, state = stream.prefill(policy, spec, stream.positions(lengths, WIDTH))
     empty = (np.asarray(state.positions) == kvjax.EMPTY)[..., None]
-    turn = stream.positions(np.asarray([5, 9]), 9, start=lengths)
-    results = [
-        stream.extend(policy, spec, state._replace(kv=jnp.where(empty, fill, state.kv)), turn)
-        for fill in (0.0, jnp.nan)
-    ]
+    assert empty.any()
+    states = [state._replace(kv=jnp.where(empty, fill, state.kv)) for fill in (0.0, jnp.nan)]
+    clean, poisoned = (stream.decode(policy, spec, s, jnp.asarray(lengths, jnp.int32))[0] for s in states)
+    np.testing.assert_array_equal(clean, poisoned)
+    # Nor does it reach the next turn.
+    turn = stream.positions(np.asarray([5, 9]), 11, start=lengths)
+    clean, poisoned = (stream.extend(policy, new_spec, s, turn, held_spec=spec) for s in states)
     held = np.asarray(turn) >= 0
-    np.testing.assert_array_equal(np.asarray(results[0][0])[held], np.asarray(results[1][0])[held])
-    np.testing.assert_array_equal(results[0][1].positions, results[1][1].positions)
+    np.testing.assert_array_equal(np.asarray(clean[0])[held], np.asarray(poisoned[0])[held])
+    np.testing.assert_array_equal(clean[1].positions, poisoned[1].positions)
+
+
+# What a layer's keys, queries or values may hold: of some tokens, or of all.
+RUBBISH = {
+    "NaN keys": ("key", slice(5, 30), jnp.nan),
+    "infinite keys": ("key", slice(5, 30), jnp.inf),
+    "negative infinite keys": ("key", slice(20, None), -jnp.inf),
+    "huge keys": ("key", slice(None), 3e38),
+    "equal keys": ("key", slice(None), 0.0),
+    "NaN queries": ("query", slice(None), jnp.nan),
+    "infinite queries": ("query", slice(9, None), jnp.inf),
+    "NaN values": ("value", slice(5, None), jnp.nan),
+    "infinite values": ("value", slice(5, 30), jnp.inf),
+}
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+def test_a_selection_is_a_set_whatever_the_scores(case, policy, make_stream, rubbish):
+    """Scores that are NaN, infinite or equal: the budget is kept, no position twice, sinks and recent tokens there."""
+    name, tokens, value = RUBBISH[rubbish]
+    stream = make_stream()
+    changed = getattr(stream, name).copy()
+    changed[:, tokens] = value
+    stream = dataclasses.replace(stream, **{name: changed})
+    spec, _, state = rows_after_prefill(stream, policy)
+    assert_sets(case, policy, spec, state, LENGTHS)
+    for step in range(2):
+        _, state = stream.decode(policy, spec, state, jnp.asarray(LENGTHS + step, jnp.int32))
+        assert_sets(case, policy, spec, state, LENGTHS + step + 1)
+    seen, added = LENGTHS + 2, np.asarray([6, 11])
+    new_spec = stream.spec(policy, WIDTH + 16, STEPS)
+    _, state = stream.extend(policy, new_spec, state, stream.positions(added, 11, start=seen), held_spec=spec)
+    assert_sets(case, policy, new_spec, state, seen + added)
+
+
+def assert_sets(case, policy, spec, state, seen) -> None:
+    for row, length in enumerate(map(int, seen)):
+        held = [kept(spec, state, row, head) for head in range(2)]
+        for positions, count in zip(held, np.asarray(state.lengths)[row], strict=True):
+            assert len(set(positions)) == len(positions) == count
+            assert positions.max() == length - 1 or case.recent == 0
+            assert set(range(getattr(policy, "sinks", 0))) <= set(positions)
+            assert set(range(length - case.recent, length)) <= set(positions)
+        room = 0 if case.evicts else 2
+        total, most = sum(map(len, held)), sum(case.held(BUDGET, length))
+        assert total == most if case.evicts else most <= total <= most + 2 * room
 
 
 def test_a_row_does_not_depend_on_its_batch_or_its_padding(policy, make_stream):
     stream = make_stream()
-    spec, output, state = rows_after_prefill(stream, policy)
-    for row in range(2):
-        only = slice(row, row + 1)
-        length = LENGTHS[only]
-        alone_spec = stream.spec(policy, int(length[0]), STEPS)
-        alone_output, alone = stream.prefill(policy, alone_spec, stream.positions(length, int(length[0])), rows=only)
-        assert_close(output[row, : length[0]], alone_output[0])
-        together = state
-        for step in range(3):
-            positions = jnp.asarray(LENGTHS + step, jnp.int32)
-            both, together = stream.decode(policy, spec, together, positions)
-            one, alone = stream.decode(policy, alone_spec, alone, positions[only], rows=only)
-            assert_close(both[row], one[0])
-        for head in range(2):
-            np.testing.assert_array_equal(kept(spec, together, row, head), kept(alone_spec, alone, 0, head))
-
-
-def test_shapes_and_dtypes_never_change(policy, make_stream):
-    stream = make_stream(dtype="bfloat16")
-    spec, _, state = rows_after_prefill(stream, policy)
-    before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    output, state = stream.decode(policy, spec, state, jnp.asarray(LENGTHS, jnp.int32))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == before
-    assert output.dtype == jnp.bfloat16
+    spec, output, together = rows_after_prefill(stream, policy)
+    only, length = slice(1, 2), LENGTHS[1:]
+    alone_spec = stream.spec(policy, int(length[0]), STEPS)
+    alone_output, alone = stream.prefill(policy, alone_spec, stream.positions(length, int(length[0])), rows=only)
+    assert_close(output[1, : length[0]], alone_output[0])
+    for step in range(3):
+        positions = jnp.asarray(LENGTHS + step, jnp.int32)
+        both, together = stream.decode(policy, spec, together, positions)
+        one, alone = stream.decode(policy, alone_spec, alone, positions[only], rows=only)
+        assert_close(both[1], one[0])
+    for head in range(2):
+        np.testing.assert_array_equal(kept(spec, together, 1, head), kept(alone_spec, alone, 0, head))
 
 
 def test_a_row_with_an_empty_position_stays_as_it_is(policy, make_stream):
@@ -304,12 +341,12 @@ def test_an_equal_policy_does_not_trace_again(case, make_stream):
         traced.append(policy)
         return policy.decode(spec, state, *arrays, positions, stream.model.rope)
 
-    compiled = jax.jit(run, static_argnums=(0, 1))
     positions = jnp.asarray(LENGTHS, jnp.int32)
+    jitted = jax.jit(run, static_argnums=(0, 1))
     for _ in range(3):
         policy = case.make(BUDGET)
         spec, _, state = rows_after_prefill(stream, policy)
-        compiled(policy, spec, state, tuple(x[:, 0] for x in stream.take(positions[:, None])), positions)
+        jitted.eval_shape(policy, spec, state, tuple(x[:, 0] for x in stream.take(positions[:, None])), positions)
     assert len(traced) == 1
 
 
@@ -338,7 +375,7 @@ def test_a_second_turn_keeps_the_budget_and_goes_on(case, policy, make_stream):
     spec, _, state = rows_after_prefill(stream, policy)
     added = np.asarray([6, 11])
     turn = stream.positions(added, 11, start=LENGTHS)
-    new_spec = stream.spec(policy, WIDTH + 16, 4)
+    new_spec = stream.spec(policy, WIDTH + 16, STEPS)
     _, state = stream.extend(policy, new_spec, state, turn, held_spec=spec)
     total = [sum(case.held(BUDGET, int(length))) for length in LENGTHS + added]
     np.testing.assert_array_equal(state.lengths.sum(1), total)
@@ -353,11 +390,13 @@ def test_a_token_without_a_slot_is_loud(case, policy, make_stream):
     if case.evicts:
         pytest.skip("it has a slot for every token")
     stream = make_stream()
-    lengths = np.asarray([41, 41])
-    spec = stream.spec(policy, 41, 1)
-    _, state = stream.prefill(policy, spec, stream.positions(lengths, 41))
-    fine, state = stream.decode(policy, spec, state, jnp.asarray(lengths, jnp.int32))
-    lost, after = stream.decode(policy, spec, state, jnp.asarray(lengths + 1, jnp.int32))
-    assert np.isfinite(fine).all()
+    lengths = np.asarray([WIDTH, WIDTH])
+    spec = stream.spec(policy, WIDTH, STEPS)
+    _, state = stream.prefill(policy, spec, stream.positions(lengths, WIDTH))
+    for step in range(STEPS):
+        fine, state = stream.decode(policy, spec, state, jnp.asarray(lengths + step, jnp.int32))
+        assert np.isfinite(fine).all()
+    assert (np.asarray(policy.free_slots(spec, state)) == 0).all()
+    lost, after = stream.decode(policy, spec, state, jnp.asarray(lengths + STEPS, jnp.int32))
     assert np.isnan(lost).all()
     np.testing.assert_array_equal(state.kv, after.kv)

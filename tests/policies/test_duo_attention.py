@@ -344,3 +344,13 @@ def test_streaming_heads_alone_take_tokens_for_ever(make_stream):
         _, state = stream.prefill(policy, spec, stream.positions(lengths, 40))
         slots = policy.free_slots(spec, state)
         assert slots is free is None or np.asarray(slots).tolist() == free
+
+
+def test_streaming_heads_take_no_more_tokens_than_a_short_ring_has_slots(make_stream):
+    """Broken by: taking rings that were made for fewer tokens for endless ones; a later token would get NaN."""
+    stream = make_stream()
+    policy = duo(1.0)
+    spec = stream.spec(policy, 4, 2)
+    assert spec.slots == (6, 6)
+    _, state = stream.prefill(policy, spec, stream.positions(np.asarray([4, 3]), 4))
+    assert np.asarray(policy.free_slots(spec, state)).tolist() == [2, 3]
