@@ -14,7 +14,7 @@ from kvjax import memory
 from kvjax.policies.h2o import voters
 from kvjax.rope import Rope
 
-RATIO = {"compression_ratio": 0.5}
+RATIO: dict[str, Any] = {"compression_ratio": 0.5}
 PATTERN = kvjax.HeadPattern.of([[0.1] * 4 + [0.9] * 4])
 POLICIES = {
     "full": kvjax.Full(),
