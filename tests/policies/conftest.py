@@ -140,13 +140,13 @@ def traced():
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
         def prefill(*given):
-            return policy.prefill(spec, *given, model.rope)
+            return policy.prefill(spec, *given, rope=model.rope)
 
         def extend(state, *given):
-            return policy.extend(later, state, *given, model.rope, held_spec=spec)
+            return policy.extend(later, state, *given, rope=model.rope, held_spec=spec)
 
         def decode(state, *given):
-            return policy.decode(later, state, *given, model.rope)
+            return policy.decode(later, state, *given, rope=model.rope)
 
         spec, later = (policy.layer_specs(model, seen, 8)[0] for seen in (length, length + 16))
         make = functools.partial(jax.make_jaxpr, return_shape=True)
