@@ -89,9 +89,9 @@ def test_a_million_tokens_take_no_time(plan):
         return time.process_time() - started
 
     plan("llama-3-70b", "--context", "4096")
-    # The process's other threads count too: the quickest of some tells.
-    assert min(seconds("1024") for _ in range(3)) < 1
-    assert min(seconds("0.1") for _ in range(3)) < 1
+    # Of a third of a second; tests check every annotation, and the process's other threads count too.
+    assert min(seconds("1024") for _ in range(3)) < 4
+    assert min(seconds("0.1") for _ in range(3)) < 4
 
 
 def test_a_device_of_ones_own(plan):
