@@ -97,7 +97,9 @@ def _weight_map(file: pathlib.Path) -> dict[str, pathlib.PurePosixPath]:
     for name, shard in shards.items():
         # Not resolved: the hub's client links files into a folder of its own.
         outside = shard.is_absolute() or ".." in shard.parts or "\\" in str(shard) or ":" in str(shard)
-        if outside or not shard.parts or "\0" in str(shard):
+        # Systems take names of up to 255 bytes, and paths of a few thousand.
+        too_long = len(str(shard)) > 1024 or any(len(part.encode("utf-8", "replace")) > 255 for part in shard.parts)
+        if outside or too_long or not shard.parts or "\0" in str(shard):
             fields.fail(name, "must be a file within the checkpoint's folder")
     return shards
 

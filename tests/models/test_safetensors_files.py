@@ -215,6 +215,8 @@ BAD_INDEXES = {
     '{"weight_map": {"w": "a/../../b"}}': r"`w` must be a file within the checkpoint's folder, got",
     '{"weight_map": {"w": "/etc/passwd"}}': r"`w` must be a file within the checkpoint's folder, got '/etc/passwd'",
     '{"weight_map": {"w": "C:\\\\w"}}': r"`w` must be a file within the checkpoint's folder, got",
+    f'{{"weight_map": {{"w": "{"x" * 256}"}}}}': r"`w` must be a file within the checkpoint's folder, got",
+    f'{{"weight_map": {{"w": "{"x/" * 3000}y"}}}}': r"`w` must be a file within the checkpoint's folder, got",
     '{"weight_map": {"w": ""}}': r"`w` must be a file within the checkpoint's folder, got ''",
     '{"weight_map": {"w": "\\u0000"}}': r"`w` must be a file within the checkpoint's folder, got",
     '{"weight_map": ' + "[" * 100_000: r"is nested too deeply",
